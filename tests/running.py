@@ -122,6 +122,17 @@ def pipeline(
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
+def train_in(
+    folder: Path, name: str, *overrides: str, status: int = 0, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `pipeline train OVERRIDES` in `folder`; see `pipeline`.
+
+    `name` is the name of the experiment, whose only run it is, and of its directory.
+    """
+    place = (f"tracking.experiment={name}", f"hydra.run.dir={name}")
+    return pipeline("train", *overrides, *place, cwd=folder, status=status, **more)
+
+
 def one_process(
     lines: dict[str, str], cwd: Path, *, warm: bool = True, **more: str
 ) -> dict[str, dict]:

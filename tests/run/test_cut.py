@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.running import TINY, Store, pipeline
+from tests.running import TINY, Store, pipeline, train_in
 
 # As in test_same_noise.py; a run has 12 updates here.
 EXACT = 1e-12
@@ -35,14 +35,7 @@ EXACTLY = (
 
 
 def trained(folder, name, *more):
-    pipeline(
-        "train",
-        *EXACTLY,
-        *more,
-        f"tracking.experiment={name}",
-        f"hydra.run.dir={name}",
-        cwd=folder,
-    )
+    train_in(folder, name, *EXACTLY, *more)
     store = Store(folder)
     run = store.run(name)
     return run, store.histories(run)["train/loss"]

@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from tests.running import Store, pipeline
+from tests.killed_run import KILL
+from tests.running import Store, pipeline, train_in
 
 EXACT = 1e-11  # relative; a run has 12 updates here
 
 TEXTS = """
 import os
-import signal
 import keras
 import numpy as np
 import tensorflow as tf
@@ -38,17 +38,6 @@ def split(count, seed):
 
 def texts():
     return Data(split(60, 0), split(10, 1), name="texts", classes=CLASSES)
-
-
-class Killed(keras.callbacks.Callback):
-    "Kills the process after the update number AT, if that is set."
-
-    updates = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.updates += 1
-        if self.updates == int(os.environ.get("AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def shown(x, y, outputs):
@@ -108,11 +97,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, name, *more, status=0, config=CONFIG, **variables):
-    place = (f"tracking.experiment={name}", f"hydra.run.dir={name}")
-    return pipeline(
-        "train", *config, *more, *place, cwd=folder, status=status, **variables
-    )
+def trained(folder, name, *more, config=CONFIG, **options):
+    return train_in(folder, name, *config, *more, **options)
 
 
 def histories(folder, name):
@@ -154,9 +140,8 @@ def test_a_run_has_the_updates_of_whole_batches_and_counts_its_cut(folder):
 
 @pytest.mark.slow
 def test_it_is_killed_resumed_and_repeated(folder):
-    kill = "+training.callbacks.kill={_target_: texts.Killed}"
     every = "training.checkpoint_every=1"
-    trained(folder, "killed", TOKENS, kill, every, status=-9, AT="7")
+    trained(folder, "killed", TOKENS, KILL, every, status=-9, AT="7")
     done = pipeline("resume", "killed", cwd=folder)
     # An epoch has four updates: the checkpoint is from within the second one.
     assert re.search("continues after update [56]", done.stderr)

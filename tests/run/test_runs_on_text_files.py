@@ -8,14 +8,10 @@ import re
 import pyarrow.parquet as pq
 import pytest
 
-from tests.running import Store, pipeline
+from tests.killed_run import KILL
+from tests.running import Store, pipeline, train_in
 
 CODE = """
-import os
-import signal
-import keras
-
-
 class Letters:
     vocab_size = 27
     version = "1"
@@ -23,17 +19,6 @@ class Letters:
     def __call__(self, text):
         letters = [letter for letter in text.lower() if "a" <= letter <= "z"]
         return [ord(letter) - ord("a") for letter in letters]
-
-
-class Killed(keras.callbacks.Callback):
-    "Kills the process after the update number AT, if that is set."
-
-    updates = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.updates += 1
-        if self.updates == int(os.environ.get("AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
 """
 CONFIG = (
     "dataset=text_files",
@@ -73,11 +58,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, name, *more, status=0, **variables):
-    place = (f"tracking.experiment={name}", f"hydra.run.dir={name}")
-    return pipeline(
-        "train", *CONFIG, *more, *place, cwd=folder, status=status, **variables
-    )
+def trained(folder, name, *more, **options):
+    return train_in(folder, name, *CONFIG, *more, **options)
 
 
 def histories(folder, name):
@@ -91,9 +73,8 @@ def test_rows_are_equal_with_a_cache_and_after_a_kill(folder):
     assert len(rows["train/loss"]) > 9
     assert histories(folder, "cached") == rows
 
-    kill = "+training.callbacks.kill={_target_: mine.Killed}"
     every = "training.checkpoint_every=1"
-    trained(folder, "killed", *STREAMED, CACHE, kill, every, status=-9, AT="13")
+    trained(folder, "killed", *STREAMED, CACHE, KILL, every, status=-9, AT="13")
     done = pipeline("resume", "killed", cwd=folder)
     # An epoch has nine updates: the checkpoint is from within the second one.
     assert re.search("continues after update 1[123]", done.stderr)

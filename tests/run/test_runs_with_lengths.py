@@ -8,12 +8,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from tests.run.test_runs_cut_by_tokens import EXACT
-from tests.running import Store, pipeline
+from tests.killed_run import KILL
+from tests.run.test_runs_cut_by_tokens import EXACT, histories
+from tests.running import Store, pipeline, train_in
 
 PADDED = """
-import os
-import signal
 import keras
 import numpy as np
 import tensorflow as tf
@@ -68,17 +67,6 @@ def recurrent(classes, masks=True):
     )
     inputs = {"tokens": tokens, "length": length}
     return keras.Model(inputs, keras.layers.Dense(classes)(outputs))
-
-
-class Killed(keras.callbacks.Callback):
-    "Kills the process after the update number AT, if that is set."
-
-    updates = 0
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.updates += 1
-        if self.updates == int(os.environ.get("AT", 0)):
-            os.kill(os.getpid(), signal.SIGKILL)
 """
 CONFIG = (
     "~dataset",
@@ -113,16 +101,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, name, *more, status=0, **variables):
-    place = (f"tracking.experiment={name}", f"hydra.run.dir={name}")
-    return pipeline(
-        "train", *CONFIG, *more, *place, cwd=folder, status=status, **variables
-    )
-
-
-def histories(folder, name):
-    store = Store(folder)
-    return store.histories(store.run(name), "train/", "val/", "perf/")
+def trained(folder, name, *more, **options):
+    return train_in(folder, name, *CONFIG, *more, **options)
 
 
 def losses(run):
@@ -163,9 +143,8 @@ def test_a_function_of_the_example_or_a_cut_by_examples_gives_the_same_run(folde
 
 
 def test_it_is_killed_resumed_and_repeated(folder):
-    kill = "+training.callbacks.kill={_target_: padded.Killed}"
     every = "training.checkpoint_every=1"
-    trained(folder, "killed", *LENGTHS, TOKENS, kill, every, status=-9, AT="7")
+    trained(folder, "killed", *LENGTHS, TOKENS, KILL, every, status=-9, AT="7")
     other = "dataset.lengths.parts=[x.tokens]"
     rejected = pipeline("resume", "killed", other, cwd=folder, status=2)
     assert "dataset.lengths.parts must be that of the run, [" in rejected.stderr
