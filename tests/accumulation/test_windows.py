@@ -349,7 +349,7 @@ def test_a_traced_step_that_does_not_fit_the_sums_changes_nothing(float64):
     assert c.numpy().tolist() == [0, 0]
 
 
-def test_too_many_sets_of_variables_in_a_traced_step_change_nothing(float64):
+def test_a_traced_step_with_a_sixth_set_of_variables_is_rejected(float64):
     variables = [*pair(), *pair(), *pair()]
     optimizer = AccumulatingOptimizer(keras.optimizers.SGD(1.0), 9)
     optimizer.build(variables)

@@ -580,7 +580,7 @@ def test_a_number_beside_a_text_is_written_as_it_was_given():
     ]
 
 
-def test_a_size_of_other_digits_is_no_size():
+def test_a_recorded_size_is_read_only_from_decimal_digits():
     assert job_results._size({"derived.factor": "²"}, "factor") is None
     assert job_results._size({"derived.factor": "8"}, "factor") == 8
 

@@ -238,7 +238,7 @@ def test_a_share_is_known_in_float32(examples):
         assert verdict == "equal within rounding"
 
 
-def test_of_nothing_nothing_is_said():
+def test_runs_without_common_points_have_nothing_to_compare():
     new = history(train_loss={1: 1.0})
     for old in ({}, history(train_loss={})):
         outcome = agreement.compare(old, new, "float32", until=0)
