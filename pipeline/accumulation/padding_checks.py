@@ -60,7 +60,7 @@ def check_noise(model: keras.Model, x: Nest) -> None:
 
     The noise of an example is drawn from its first position on, so padding must be at
     the end where a layer draws. A model some of whose noise depends on the cut anyway
-    is not checked.
+    is not checked, nor is one whose weights are not finite.
 
     Args:
         model: the model.
@@ -71,6 +71,8 @@ def check_noise(model: keras.Model, x: Nest) -> None:
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
+            return
+        if not _has_finite_weights(model):
             return
         noisy = noisy_layers(model, None)
         for length in _LENGTHS:
@@ -145,10 +147,14 @@ def _check_normalization(model: keras.Model) -> None:
 def _check_outputs(model: keras.Model, x: Nest) -> None:
     """Reject a model whose outputs or added losses change with more padding.
 
-    A model that does not take made-up examples is not tried.
+    A model that does not take made-up examples is not tried. Neither is one whose
+    weights are not finite, as after a divergence: its outputs say nothing about
+    padding, and the training loop reports that they are not finite.
     """
     with tf.init_scope():
         if not tf.executing_eagerly():
+            return
+        if not _has_finite_weights(model):
             return
         for length, seed in product(_LENGTHS, range(_DRAWS)):
             with tf.device("CPU:0"):  # which has no TF32
@@ -294,6 +300,14 @@ def _varied(
     return values
 
 
+def _has_finite_weights(model: keras.Model) -> bool:
+    for variable in model.weights:
+        value = tf.convert_to_tensor(variable)
+        if value.dtype.is_floating and not tf.reduce_all(tf.math.is_finite(value)):
+            return False
+    return True
+
+
 def _counts_padding(output: Any, length: int) -> bool:
     mask = mask_of(output)
     if mask is None or mask.shape.rank < 2:
@@ -318,11 +332,17 @@ def _rounding(model: keras.Model) -> float:
 
 
 def _close(value: np.ndarray, longer: np.ndarray, rounding: float) -> bool:
-    """Return whether values are equal where both have elements."""
+    """Return whether values are equal where both have elements.
+
+    NaN equals NaN, and an infinity equals itself: a layer may give them for the made-up
+    values, whatever the padding.
+    """
     common = tuple(map(slice, map(min, value.shape, longer.shape)))
     value = value[common]
-    largest = np.max(np.abs(value), initial=0.0)
-    return bool(np.all(np.abs(value - longer[common]) <= rounding * largest))
+    largest = np.max(np.abs(value), initial=0.0, where=np.isfinite(value))
+    return np.allclose(
+        longer[common], value, rtol=0.0, atol=rounding * largest, equal_nan=True
+    )
 
 
 def _first_that_differs(alone: _Trial, longer: _Trial, rounding: float) -> str | None:

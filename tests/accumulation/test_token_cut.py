@@ -522,6 +522,36 @@ def test_what_depends_on_padding_is_rejected_and_would_differ(
     assert difference(sums, expected) > 1e-4
 
 
+def test_weights_that_are_not_finite_give_a_loss_and_no_error_about_padding(float64):
+    case = cases()["causal"]
+    model = build(case)
+    model.set_weights([np.full_like(weight, np.nan) for weight in model.get_weights()])
+    evaluate = tf.function(Evaluation(model, case.loss, micro_batch_tokens=10))
+    assert np.isnan(float(evaluate(case.batch).mean_loss()))
+    update = Update(
+        model, case.loss, built_sgd(model), micro_batch_tokens=10, same_noise=True
+    )
+    assert np.isnan(float(tf.function(update)(case.batch)["loss"]))
+
+
+class Root(layers.Layer):
+    """The root of a number; negative ones, as made-up examples have, have none."""
+
+    def call(self, x):
+        return tf.sqrt(x)
+
+
+def test_a_layer_that_needs_other_numbers_is_not_taken_for_one_of_padding(float64):
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None, 2))
+    model = keras.Model(inputs, layers.Dense(3)(Root()(inputs)))
+    flat = np.random.default_rng(0).uniform(size=[sum(LENGTHS), 2])
+    x = tf.RaggedTensor.from_row_lengths(flat, list(LENGTHS))
+    batch = (x, cases()["masked"].batch[1] % 3)
+    expected = whole(model, cross_entropy(), dense(batch))
+    assert difference(accumulate(model, cross_entropy(), batch), expected) < EXACT
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("units", [1, 5])
 def test_a_maximum_that_mostly_hides_padding_is_rejected(float64, units):
