@@ -103,7 +103,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             weight that the mean was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged
             tensors with the examples on axis 0, or x alone if there is no loss. The
-            number of examples may be zero, and unknown during tracing.
+            number of examples may be zero, and unknown during tracing. Inside
+            `strategy.run`, it is the share of the replica, which is not split further,
+            and the result is that of this share alone.
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller. With `micro_batch_tokens`, the maximum number of examples.
         micro_batch_tokens: maximum number of positions per forward and backward pass,

@@ -304,6 +304,30 @@ def test_replicas_get_as_many_tokens_and_each_example_once():
     assert max(tokens_of_shares(by_length, 3)) > 1.5 * mean
 
 
+def test_in_a_loop_over_replicas_each_one_cuts_the_share_that_it_passes(float64):
+    case = cases()["causal"]
+    strategy = strategy_on(2)
+    with strategy.scope():
+        model = build(case)
+
+    def of_replica():
+        share, _ = share_of(case.batch)
+        sums = accumulate_gradients(model, case.loss, share, micro_batch_tokens=10)
+        return sums.mean_loss(), sums.cut.tokens, sums.gradients()[-1]
+
+    per_replica = tf.function(lambda: strategy.run(of_replica))()
+    losses, tokens, gradients = map(strategy.experimental_local_results, per_replica)
+    half = -(-len(LENGTHS) // 2)
+    for replica, share in enumerate((slice(None, half), slice(half, None))):
+        batch = tuple(part[share] for part in case.batch)
+        expected = whole(build(case), case.loss, dense(batch))
+        assert float(losses[replica]) == pytest.approx(expected.loss, rel=EXACT)
+        assert int(tokens[replica]) == sum(LENGTHS[share])
+        np.testing.assert_allclose(
+            gradients[replica], expected.gradient[-1], atol=EXACT
+        )
+
+
 @pytest.mark.parametrize("lengths", [[4], [9, 1, 1], [0, 0, 0], [5, 5, 5, 5]])
 def test_any_batch_is_dealt(lengths):
     x = tf.RaggedTensor.from_row_lengths(np.arange(sum(lengths)), lengths)
