@@ -157,9 +157,8 @@ def _same_dataset(
             "it must be the node of a dataset, with a _target_"
         )
         raise ConfigError(key, rule, validation_set.split)
-    with open_dict(again):
-        again.validation_split = validation_set.split
-    return _as_data(again, _build(again, "dataset", prepare))
+    # The gate checks the split at its own key, that of the set.
+    return _as_data(again, _build(again, "dataset", prepare, **offer))
 
 
 def _key_of_set(key: str, validation_set: ValidationSet) -> str:
@@ -189,8 +188,11 @@ def _check_classes(data: Data, source: Data, key: str) -> None:
         raise ConfigError(key, rule, source.classes)
 
 
-def _build(node: DictConfig, key: str, prepare: bool) -> Any:
-    """Call the target of a node at `key`, that of a dataset; return its result."""
+def _build(node: DictConfig, key: str, prepare: bool, **more: Any) -> Any:
+    """Call the target of a node at `key`, that of a dataset; return its result.
+
+    `more` are further arguments of the target.
+    """
     target = instantiate.locate(node, key)
     arguments = node.copy()
     with open_dict(arguments):
@@ -206,7 +208,7 @@ def _build(node: DictConfig, key: str, prepare: bool) -> Any:
     if not prepare:
         no_download = instantiate.accepted(target, arguments, download=False)
     with _quiet_downloads():
-        return instantiate.build(arguments, key, **no_download)
+        return instantiate.build(arguments, key, **no_download, **more)
 
 
 @contextlib.contextmanager

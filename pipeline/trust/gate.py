@@ -27,6 +27,7 @@ from pipeline.common import file_patterns
 from pipeline.common.errors import ConfigError
 from pipeline.config.hydra_errors import translated
 from pipeline.config.model_uris import MODEL
+from pipeline.config.validation_sets import SPLIT
 from pipeline.trust import artifact_locations, trusted_names
 
 _TFDS = "pipeline.dataset.from_tfds"
@@ -403,10 +404,40 @@ def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> No
         # A vocabulary may be a list; null is the reader's default.
         if type(path) is str:
             gate.confine(path, _join(key, name))
-    for name in trusted_names.PATTERN_READERS.get(target, ()):
+    _check_patterns(node, key, trusted_names.PATTERN_READERS.get(target, ()), gate)
+
+
+def _check_patterns(
+    node: dict[Any, Any], key: str, arguments: Sequence[str], gate: Gate
+) -> None:
+    """Check the arguments of a target that are patterns of files."""
+    for name in arguments:
         for value in _nodes(node.get(name), _join(key, name)):
             if type(value.value) is str:
                 gate.confine_pattern(value.value, value.key)
+    if "validation_split" in arguments:
+        splits = _further_validation_splits(node, key)
+        for split_key, split in splits.items():
+            gate.confine_pattern(split, split_key)
+
+
+def _further_validation_splits(node: dict[Any, Any], key: str) -> dict[str, str]:
+    """Return the splits of the same dataset in `dataset.validations`, by their keys.
+
+    The dataset is built once more for each of them, as its `validation_split`.
+    """
+    sets = node.get("validations")
+    if not isinstance(sets, dict):
+        return {}
+    splits = {}
+    for name, entry in sets.items():
+        set_key = _join(_join(key, "validations"), name)
+        if isinstance(entry, dict) and "_target_" not in entry:
+            entry = entry.get(SPLIT)
+            set_key = _join(set_key, SPLIT)
+        if type(entry) is str:
+            splits[set_key] = entry
+    return splits
 
 
 def _is_writer(target: object) -> bool:

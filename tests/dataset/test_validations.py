@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.load import load
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
+from pipeline.trust.gate import Gate, strict
 
 DIGITS = "pipeline.dataset.digits"
 HERE = __name__
@@ -117,6 +119,29 @@ def test_a_split_is_that_of_the_same_dataset_and_a_node_one_of_its_own():
     sets = {"late": "5:8"}
     data = loaded(f"{HERE}.counted", validation_split=None, validations=sets)
     assert list(data.splits) == ["train", "validations.late"]
+
+
+@pytest.mark.parametrize("form", ["late", "late.split"])
+def test_files_of_a_set_are_read_elsewhere_only_if_the_user_gives_them(
+    form, tmp_path, monkeypatch
+):
+    for folder in ("work", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "texts.txt").write_text("one\ntwo\nthree\n")
+    monkeypatch.chdir(tmp_path / "work")
+    path = str(tmp_path / "elsewhere/texts.txt")
+    validation_set = {"split": path} if form == "late.split" else path
+    keys = {"files": "texts.txt", "validation_split": None}
+    keys["validations"] = {"late": validation_set}
+
+    key = f"dataset.validations.{form}"
+    gate = Gate(tmp_path / "work/run")
+    rule = rf"^{key} must lie in .*; .* give it again: {key}="
+    with strict(gate), pytest.raises(ConfigError, match=rule):
+        loaded("pipeline.dataset.text_files", **keys)
+    with strict(replace(gate, given={key: path})):
+        data = loaded("pipeline.dataset.text_files", **keys)
+    assert len(list(data.splits["validations.late"])) == 3
 
 
 def test_splits_of_tfds_are_stored_records_with_their_files():

@@ -485,6 +485,16 @@ REFUSED = [
         "evil.run",
     ),
     (
+        "dataset",
+        {"_target_": TEXTS, "files": "a", "validations": {"late": "/etc/passwd"}},
+        "dataset.validations.late=/etc/passwd",
+    ),
+    (
+        "dataset",
+        {"_target_": TEXTS, "files": "a", "validations": {"late": {"split": "../x"}}},
+        "dataset.validations.late.split=../x",
+    ),
+    (
         "dataset.validations",
         {"late": {"_target_": "evil.run", "every": 5}},
         "evil.run",
@@ -915,19 +925,30 @@ def test_a_pattern_matches_no_file_behind_a_link(tmp_path, monkeypatch):
     (tmp_path / "elsewhere/b.txt").touch()
     monkeypatch.chdir(tmp_path / "in")
 
-    def check(pattern, **strings):
-        node = {"_target_": TEXTS, "files": [pattern], "validation_split": 0.1}
+    def check(key, pattern, **strings):
+        config = {"dataset": {"_target_": TEXTS, "files": ["a"]}}
+        put(config, **{key: [pattern] if key == "dataset.files" else pattern})
         gate = Gate(tmp_path / "in/run", given=strings)
-        check_config({"dataset": node}, gate, imports=False)
+        check_config(config, gate, imports=False)
 
-    for pattern in ("texts", "*/*.txt"):
-        check(pattern)
+    keys = {
+        "dataset.files": "dataset.files.0",
+        "dataset.validation_split": "dataset.validation_split",
+        "dataset.validations.late": "dataset.validations.late",
+        "dataset.validations.late.split": "dataset.validations.late.split",
+    }
+    for key in keys:
+        for pattern in ("texts", "*/*.txt"):
+            check(key, pattern)
     (tmp_path / "in/texts/link").symlink_to(tmp_path / "elsewhere")
-    for pattern in ("texts", "texts/*/b.txt", "**/*.txt"):
-        with pytest.raises(ConfigError, match=r"dataset\.files\.0 must lie in"):
-            check(pattern)
-        check(pattern, **{"dataset.files.0": pattern})
-    check("texts/*.txt")
+    (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
+    for key, own_key in keys.items():
+        for pattern in ("texts", "link", "texts/*/b.txt", "**/*.txt"):
+            rule = rf"^{re.escape(own_key)} must lie in .* give it again: \S*{own_key}="
+            with pytest.raises(ConfigError, match=rule):
+                check(key, pattern)
+            check(key, pattern, **{own_key: pattern})
+        check(key, "texts/*.txt")
 
 
 def test_data_below_this_folder_or_given_again_are_the_users_own(
