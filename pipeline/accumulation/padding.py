@@ -104,7 +104,8 @@ def with_position_weights(batch: Nest | Share) -> Nest | Share:
     """Return the batch with a sample weight for each position of ragged labels.
 
     It is the weight of the example, or 1 without sample weights. Ragged sample weights
-    remain as they are. The padding gets 0, whenever the labels are padded.
+    remain as they are; evaluating them raises an error if they are not as many as the
+    labels have positions. The padding gets 0, whenever the labels are padded.
 
     Raises:
         ValueError: there are dense sample weights for single positions.
@@ -137,9 +138,10 @@ def _same_structure(y: Nest, sample_weight: Nest) -> bool:
 
 def _position_weights(labels: Any, weights: Any) -> Any:
     """Return the weights of ragged labels, one a position; see above."""
-    is_ragged = isinstance(labels, tf.RaggedTensor)
-    if not is_ragged or isinstance(weights, tf.RaggedTensor):
+    if not isinstance(labels, tf.RaggedTensor):
         return weights
+    if isinstance(weights, tf.RaggedTensor):
+        return _of_lengths_of(labels, weights)
     positions = tf.shape(labels.flat_values)[:1]
     if weights is None:
         flat_weights = tf.ones(positions, keras.config.floatx())
@@ -151,6 +153,22 @@ def _position_weights(labels: Any, weights: Any) -> Any:
     return tf.RaggedTensor.from_row_splits(
         flat_weights, labels.row_splits, validate=False
     )
+
+
+def _of_lengths_of(
+    labels: tf.RaggedTensor, weights: tf.RaggedTensor
+) -> tf.RaggedTensor:
+    """Return the weights. Evaluating them raises an error if lengths differ."""
+    with tf.device("CPU:0"):
+        lengths = tf.cast(labels.row_lengths(), tf.int64)
+        lengths_of_weights = tf.cast(weights.row_lengths(), tf.int64)
+        rule = "ragged sample weights must be as many as their labels have positions"
+        check = tf.debugging.Assert(
+            tf.reduce_all(lengths_of_weights == lengths),
+            [rule, lengths_of_weights, lengths],
+        )
+    with tf.control_dependencies([check]):
+        return weights.with_flat_values(tf.identity(weights.flat_values))
 
 
 def check_loss(

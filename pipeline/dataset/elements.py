@@ -3,6 +3,7 @@
 An element is a tuple `(x,)`, `(x, y)` or `(x, y, sample_weight)`.
 """
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -10,6 +11,9 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 
 TARGET = "dataset._target_"  # the key that names the user's function
+_LABELS = "y"
+_WEIGHTS = "sample_weight"
+_PARTS = ("x", _LABELS, _WEIGHTS)
 
 
 def as_parts(dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
@@ -56,6 +60,49 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
     if _is_none(sample_weight):
         return x, _without_none(y)
     return x, _without_none(y), sample_weight
+
+
+def part_names(spec: tuple) -> list[str]:
+    """Return the names of the parts of an example, in the order of flattening.
+
+    A name is `x`, `y` or `sample_weight`, followed by the keys of a dict or the numbers
+    of a tuple, such as `x.tokens`.
+    """
+    nests = []
+    for name, part in zip(_PARTS, spec, strict=False):
+        nests.append(_named(part, name))
+    names: list[str] = tf.nest.flatten(nests)
+    return names
+
+
+def _named(nest: Any, name: str) -> Any:
+    """Return a nest with the name of each part in its place."""
+    if isinstance(nest, Mapping):
+        return {key: _named(value, f"{name}.{key}") for key, value in nest.items()}
+    if isinstance(nest, tuple):
+        return [_named(value, f"{name}.{i}") for i, value in enumerate(nest)]
+    return name
+
+
+def weighted_labels(names: Collection[str]) -> list[tuple[str, str]]:
+    """Return the names of labels, each with the name of its sample weights.
+
+    If the labels are a dict or a tuple and the sample weights are not, these apply to
+    all labels. Labels without sample weights are left out.
+
+    Args:
+        names: the names of the parts of an example, see `part_names`.
+    """
+    pairs = []
+    for weights in names:
+        part, _, output = weights.partition(".")
+        if part != _WEIGHTS:
+            continue
+        owner = f"{_LABELS}.{output}".rstrip(".")
+        for labels in names:
+            if labels == owner or labels.startswith(f"{owner}."):
+                pairs.append((labels, weights))
+    return pairs
 
 
 def _is_none(part: Any) -> bool:

@@ -12,10 +12,10 @@ import tensorflow as tf
 from omegaconf import DictConfig, ListConfig
 
 from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.dataset import elements
 from pipeline.trust import instantiate
 
 KEY = "dataset.lengths"
-_PARTS = ("x", "y", "sample_weight")
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,24 @@ def cutter(
 
     Raises:
         ConfigError: a part does not exist or is no dense sequence, two lengths apply to
-            it, or a length is not one integer an example.
+            it, a length is not one integer an example, or labels would be cut without
+            the sample weights of their positions, or the reverse.
     """
-    names = _part_names(spec)
+    names = elements.part_names(spec)
     specs = dict(zip(names, tf.nest.flatten(spec), strict=True))
     form = _Form(spec, specs, split)
 
     parts_by_length: list[_Parts] = []
-    names_before: set[str] = set()
+    keys_by_name: dict[str, str] = {}
     for key, entry in _entries(node).items():
         parts = _Parts(_length(entry, key, form), _indices(entry, key, form))
         for name in parts.indices:
-            if name in names_before:
+            if name in keys_by_name:
                 rule = "must be parts that have no other length"
                 raise ConfigError(f"{key}.parts", rule, name)
-            names_before.add(name)
+            keys_by_name[name] = f"{key}.parts"
         parts_by_length.append(parts)
+    _check_weights(keys_by_name, form)
 
     @tf.autograph.experimental.do_not_convert
     def cut(*example: Any) -> tuple:
@@ -97,24 +99,6 @@ def _entries(node: DictConfig | ListConfig) -> dict[str, DictConfig]:
     if isinstance(node, ListConfig):
         return {f"{KEY}.{number}": entry for number, entry in enumerate(node)}
     return {KEY: node}
-
-
-def _part_names(spec: tuple) -> list[str]:
-    """Return the names of the parts of an example, in the order of flattening."""
-    nests = []
-    for name, part in zip(_PARTS, spec, strict=False):
-        nests.append(_named(part, name))
-    names: list[str] = tf.nest.flatten(nests)
-    return names
-
-
-def _named(nest: Any, name: str) -> Any:
-    """Return a nest with the name of each part in its place."""
-    if isinstance(nest, Mapping):
-        return {key: _named(value, f"{name}.{key}") for key, value in nest.items()}
-    if isinstance(nest, tuple):
-        return [_named(value, f"{name}.{i}") for i, value in enumerate(nest)]
-    return name
 
 
 def _length(entry: DictConfig, key: str, form: _Form) -> Callable[..., Any]:
@@ -172,6 +156,36 @@ def _indices(entry: DictConfig, key: str, form: _Form) -> dict[str, int]:
             raise ConfigError(key, rule, name)
         indices[name] = names.index(name)
     return indices
+
+
+def _check_weights(keys_by_name: Mapping[str, str], form: _Form) -> None:
+    """Reject labels that are cut without the sample weights of their positions.
+
+    The same applies to sample weights without their labels.
+
+    Args:
+        keys_by_name: by the name of each part that is cut, the key that lists it.
+        form: the form of an example.
+    """
+    for pair in elements.weighted_labels(form.specs):
+        cut = [name for name in pair if name in keys_by_name]
+        uncut = [name for name in pair if name not in keys_by_name]
+        if not cut or not uncut:
+            continue
+        size = _positions(form.specs[uncut[0]])
+        if size is not None and size == _positions(form.specs[cut[0]]):
+            key = keys_by_name[cut[0]]
+            rule = f"must also contain {uncut[0]}, which has the positions of {cut[0]}"
+            others = [name for name, other in keys_by_name.items() if other == key]
+            raise ConfigError(key, rule, others)
+
+
+def _positions(spec: Any) -> int | None:
+    """Return the size of the first axis of a part, or None if it is not known."""
+    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
+        return None
+    size: int | None = spec.shape[0]
+    return size
 
 
 def _without_padding(value: tf.Tensor, length: tf.Tensor, name: str) -> tf.Tensor:

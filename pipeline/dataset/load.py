@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -15,7 +15,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import validation_sets
 from pipeline.config.validation_sets import ValidationSet
-from pipeline.dataset import elements, lengths, single_examples, stream, tfds_files
+from pipeline.dataset import (
+    elements,
+    lengths,
+    padding,
+    single_examples,
+    stream,
+    tfds_files,
+)
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
 from pipeline.dataset.splits import Data, ValidationSplit
@@ -383,7 +390,8 @@ def _normalized(node: DictConfig, data: Data) -> Data:
     """Return the data with the examples of each split in one form.
 
     `dataset.lengths` cuts off padding. Images of unknown size get a fixed size, if they
-    have one, unless `dataset.pad` pads them.
+    have one, unless `dataset.pad` pads them. With it, evaluating an example raises an
+    error if its sample weights are not as many as its labels have positions.
 
     Args:
         node: the `dataset` group.
@@ -406,23 +414,10 @@ def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
     """
     split = data.splits[name]
     single_examples.check_split(split, name, unbatched=name in data.unbatched)
-    parts_of_split = elements.as_parts(split, name)
-    image_shapes: dict[int, tuple[int, ...]] = {}
-    if node.get("pad") is None:
-        image_shapes = single_examples.image_shapes(parts_of_split)
-    cut = None
-    if node.get("lengths") is not None:
-        cut = lengths.cutter(node.lengths, parts_of_split.element_spec, name)
+    steps = _steps_to_one_form(node, elements.as_parts(split, name), name)
 
     def normalized(examples: tf.data.Dataset) -> tf.data.Dataset:
-        parts = elements.as_parts(examples, name)
-        if image_shapes:
-            parts = parts.map(
-                lambda *example: single_examples.with_shapes(example, image_shapes)
-            )
-        if cut is not None:
-            parts = parts.map(cut)
-        return parts
+        return _mapped(elements.as_parts(examples, name), steps)
 
     normalized_split = normalized(split)
     changes: dict[str, Any] = {}
@@ -435,9 +430,8 @@ def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
         def make(record: tf.Tensor) -> tuple:
             example = elements.as_tuple(converted(record))
             example = elements.parts_of_element(example, name)
-            example = single_examples.with_shapes(example, image_shapes)
-            if cut is not None:
-                example = cut(*example)
+            for step in steps:
+                example = step(*example)
             return example
 
         normalized_stored = replace(stored, split=normalized_split, make=make)
@@ -446,3 +440,36 @@ def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
         shuffled = data.shuffled
         changes["shuffled"] = lambda seed: normalized(shuffled(seed))
     return replace(data.with_splits({name: normalized_split}), **changes)
+
+
+def _steps_to_one_form(
+    node: DictConfig, parts: tf.data.Dataset, name: str
+) -> list[Callable[..., tuple]]:
+    """Return functions that bring an example of a split into one form, in their order.
+
+    Args:
+        node: the `dataset` group.
+        parts: the split, see `elements.as_parts`.
+        name: the name of the split.
+    """
+    steps: list[Callable[..., tuple]] = []
+    if node.get("pad") is None:
+        image_shapes = single_examples.image_shapes(parts)
+        if image_shapes:
+            steps.append(single_examples.shape_setter(image_shapes))
+    if node.get("lengths") is not None:
+        steps.append(lengths.cutter(node.lengths, parts.element_spec, name))
+    if node.get("pad") is not None:
+        spec = _mapped(parts, steps).element_spec
+        check = padding.weights_checker(spec)
+        if check is not None:
+            steps.append(check)
+    return steps
+
+
+def _mapped(
+    parts: tf.data.Dataset, steps: Sequence[Callable[..., tuple]]
+) -> tf.data.Dataset:
+    for step in steps:
+        parts = parts.map(step)
+    return parts

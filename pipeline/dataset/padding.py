@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
+from pipeline.dataset import elements
 
 
 def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
@@ -62,6 +63,72 @@ def value_checker(pad: Mapping[str, Any]) -> Callable[..., tuple]:
     return checked
 
 
+def weights_checker(spec: tuple) -> Callable[..., tuple] | None:
+    """Return a function that checks the sample weights of an example.
+
+    It returns the example. Labels must have one weight, or as many as they have
+    positions: otherwise, evaluating the weights raises an error. The result is None if
+    there is nothing to check, as for sample weights and labels of fixed sizes.
+
+    Args:
+        spec: the spec of an example.
+    """
+    names = elements.part_names(spec)
+    specs = dict(zip(names, tf.nest.flatten(spec), strict=True))
+    pairs = []
+    for labels, weights in elements.weighted_labels(names):
+        if _may_differ(specs[labels], specs[weights]):
+            pairs.append((labels, weights))
+    if not pairs:
+        return None
+
+    @tf.autograph.experimental.do_not_convert
+    def checked(*example: Any) -> tuple:
+        parts = dict(zip(names, tf.nest.flatten(example), strict=True))
+        for labels, weights in pairs:
+            rule = f"{weights} must be one value, or one for each position of {labels}"
+            parts[weights] = _with_length_of(parts[labels], parts[weights], rule)
+        packed: tuple = tf.nest.pack_sequence_as(example, list(parts.values()))
+        return packed
+
+    return checked
+
+
+def _may_differ(labels: Any, weights: Any) -> bool:
+    """Return whether an example may have a wrong number of sample weights.
+
+    The arguments are the specs of the labels and of the sample weights.
+    """
+    kinds = (tf.TensorSpec, tf.RaggedTensorSpec)
+    if not isinstance(labels, kinds) or not isinstance(weights, kinds):
+        return False
+    if not weights.shape.rank or not labels.shape.rank:
+        return False
+    sizes = (labels.shape[0], weights.shape[0])
+    return None in sizes and weights.shape[0] != 1
+
+
+def _with_length_of(labels: Any, weights: Any, rule: str) -> Any:
+    """Return the weights. Evaluating them raises an error if the lengths differ."""
+    length = _positions(weights)
+    positions = _positions(labels)
+    received = f"{rule}. Received: {{}} for {{}} positions"
+    check = tf.debugging.Assert(
+        length == positions, [tf.strings.format(received, (length, positions))]
+    )
+    with tf.control_dependencies([check]):
+        if isinstance(weights, tf.RaggedTensor):
+            return weights.with_flat_values(tf.identity(weights.flat_values))
+        return tf.identity(weights)
+
+
+def _positions(leaf: Any) -> tf.Tensor:
+    """Return the number of positions of a part of an example."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return tf.cast(leaf.nrows(), tf.int64)
+    return tf.shape(leaf, tf.int64)[0]
+
+
 def _has_ragged_part(nest: Any) -> bool:
     return any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(nest))
 
@@ -94,6 +161,9 @@ def _padded_weights(labels: Any, sample_weight: Any, multiple: int) -> Any:
 def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
     if not isinstance(labels, tf.RaggedTensor) or isinstance(weights, tf.RaggedTensor):
         return _dense(weights, multiple)
+    if weights is not None and weights.shape.rank > 1 and weights.shape[1] != 1:
+        # One weight for each step: all labels of the batch have the same length.
+        return _dense(tf.RaggedTensor.from_tensor(weights), multiple)
 
     # Give each step one weight: ignore further axes of its labels.
     steps = tf.shape(labels.flat_values)[:1]

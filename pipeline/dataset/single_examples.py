@@ -1,6 +1,6 @@
 """Checks that splits have single examples, and finds out the size of their images."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -113,17 +113,24 @@ def image_shapes(dataset: tf.data.Dataset) -> dict[int, tuple[int, ...]]:
     return shared
 
 
-@tf.autograph.experimental.do_not_convert
-def with_shapes(example: tuple, shapes: Mapping[int, tuple[int, ...]]) -> tuple:
-    """Return an example whose parts have these shapes, by their place in the example.
+def shape_setter(shapes: Mapping[int, tuple[int, ...]]) -> Callable[..., tuple]:
+    """Return a function from an example to the example with parts of these shapes.
 
     Evaluating a part of another shape raises an error.
+
+    Args:
+        shapes: the shapes by the place of the part in the example.
     """
-    values = tf.nest.flatten(example)
-    for i, shape in shapes.items():
-        values[i] = tf.ensure_shape(values[i], shape)
-    packed: tuple = tf.nest.pack_sequence_as(example, values)
-    return packed
+
+    @tf.autograph.experimental.do_not_convert
+    def with_shapes(*example: Any) -> tuple:
+        values = tf.nest.flatten(example)
+        for i, shape in shapes.items():
+            values[i] = tf.ensure_shape(values[i], shape)
+        packed: tuple = tf.nest.pack_sequence_as(example, values)
+        return packed
+
+    return with_shapes
 
 
 def _reject_batches(dataset: tf.data.Dataset, split: str) -> None:

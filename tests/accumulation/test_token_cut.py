@@ -703,6 +703,17 @@ def test_what_has_no_cut_by_tokens_is_rejected_in_one_line(rule):
     assert "\n" not in str(error.value)
 
 
+def test_ragged_weights_of_other_lengths_than_their_labels_are_no_weights(float64):
+    case = cases()["LSTM"]
+    x, tags, weights = case.batch
+    # As many weights, but two examples have exchanged theirs.
+    lengths = [LENGTHS[1], LENGTHS[0], *LENGTHS[2:]]
+    others = tf.RaggedTensor.from_row_lengths(weights.flat_values, lengths)
+    rule = "ragged sample weights must be as many as their labels have positions"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=rule):
+        accumulate(build(case), case.loss, (x, tags, others))
+
+
 def test_the_cut_by_size_has_no_counts_and_no_other_graph(float64):
     case = cases()["attention"]
     x, y, weights = case.batch

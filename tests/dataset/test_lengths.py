@@ -260,6 +260,48 @@ def test_what_does_not_fit_the_examples_is_rejected(lengths, message):
     assert str(error.value).startswith(message)
 
 
+def weighted(weights: str) -> Data:
+    """Return the texts with sample weights of this form.
+
+    Args:
+        weights: "one" for those of all labels, or "by output".
+    """
+    x, y = arrays()
+    of_positions = (x["tokens"] > 0).astype("float32")
+    if weights == "one":
+        parts = (x, y["next"], of_positions)
+    else:
+        of_examples = np.ones(len(LENGTHS), "float32")
+        parts = (x, y, {"next": of_positions, "class": of_examples})
+    return Data(tf.data.Dataset.from_tensor_slices(parts), None, name="weighted")
+
+
+@pytest.mark.parametrize(
+    ("weights", "parts", "missing", "whose"),
+    [
+        ("one", ["x.tokens", "y"], "sample_weight", "y"),
+        ("one", ["sample_weight"], "y", "sample_weight"),
+        ("by output", ["y.next"], "sample_weight.next", "y.next"),
+    ],
+)
+def test_labels_are_cut_with_the_weights_of_their_positions(
+    weights, parts, missing, whose
+):
+    node = {"_target_": f"{HERE}.weighted", "weights": weights}
+    with pytest.raises(ConfigError) as error:
+        loaded(**node, lengths={"length": "x.length", "parts": parts})
+    assert str(error.value) == (
+        f"dataset.lengths.parts must also contain {missing}, which has the positions "
+        f"of {whose}. Received: {parts}."
+    )
+
+    lengths = {"length": "x.length", "parts": [*parts, missing]}
+    data = loaded(**node, lengths=lengths)
+    batch = next(iter(batching.in_order(data.train, len(LENGTHS), data_pad())))
+    weights_of_next = batch[2]["next"] if weights == "by output" else batch[2]
+    assert weights_of_next.numpy().sum(1).tolist() == list(LENGTHS)
+
+
 def test_batches_of_a_loader_have_no_lengths():
     with pytest.raises(ConfigError, match=r"dataset.lengths cannot be set with"):
         loaded(batched=True, pad=None)

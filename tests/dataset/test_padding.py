@@ -11,10 +11,12 @@ import tensorflow as tf
 from omegaconf import OmegaConf
 
 from pipeline.accumulation import Update
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, DataError
 from pipeline.config.stages import Slice
-from pipeline.dataset import Data
+from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
+from pipeline.dataset.bad_example import errors_located
+from pipeline.dataset.checksums import DataFiles
 
 TOKENS = 12
 WIDTH = 4
@@ -108,6 +110,70 @@ def test_weights_of_examples_and_of_elements_are_spread_and_padded():
     _, _, weights = batch_of_all(outputs)
     assert weights["next"].shape == (len(LENGTHS), PADDED_LENGTH)
     assert weights["first"] is None
+
+
+def weighted(lengths_of_weights=LENGTHS, size=None, length=None) -> Data:
+    """Return the texts as a dataset function does, with weights of these lengths.
+
+    Args:
+        lengths_of_weights: the number of weights of each text.
+        size: the size of the weights' axis, if it is fixed.
+        length: the length of each text; by default, that of `LENGTHS`.
+    """
+
+    def examples():
+        for row, count in zip(texts().train, lengths_of_weights, strict=True):
+            tokens = row[0].numpy()
+            if length is not None:
+                tokens = np.arange(1, length + 1, dtype="int32")
+            yield tokens, tokens, np.full(count, 1 / count, "float32")
+
+    spec = tf.TensorSpec([None], tf.int32)
+    weights_spec = tf.TensorSpec([size], tf.float32)
+    split = tf.data.Dataset.from_generator(
+        examples, output_signature=(spec, spec, weights_spec)
+    )
+    return Data(
+        split.apply(tf.data.experimental.assert_cardinality(len(LENGTHS))), None
+    )
+
+
+@pytest.mark.parametrize("made_ragged", [False, True])
+@pytest.mark.parametrize("size", [1, 4])
+def test_weights_of_other_lengths_than_the_labels_are_named_with_the_example(
+    size, made_ragged
+):
+    lengths = list(LENGTHS)
+    lengths[5] = 3  # its text has four tokens
+    node = {"_target_": f"{__name__}.weighted", "lengths_of_weights": lengths, **PAD}
+    data = load.load(OmegaConf.create(node))
+    with pytest.raises(DataError) as error, errors_located(data, DataFiles(())):
+        list(batching.in_order(data.train, size, PAD["pad"], padded=not made_ragged))
+    assert str(error.value) == (
+        "the data cannot be read: example 5 of the train split, counted from 0: "
+        "sample_weight must be one value, or one for each position of y. "
+        "Received: 3 for 4 positions"
+    )
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_weights_of_positions_may_have_an_axis_of_fixed_size(size):
+    """Labels of one length have as many weights, or each of them one."""
+    node = {
+        "_target_": f"{__name__}.weighted",
+        "lengths_of_weights": [size] * len(LENGTHS),
+        "size": size,
+        "length": 3,
+        **PAD,
+    }
+    data = load.load(OmegaConf.create(node))
+    for batch_size in (1, 4):
+        batches_in_order = batching.in_order(data.train, batch_size, PAD["pad"])
+        _, y, weights = next(iter(batches_in_order))
+        assert weights.shape == y.shape == (batch_size, 4)
+        expected = np.full(y.shape, 1 / size, "float32")
+        expected[:, 3:] = 0
+        np.testing.assert_array_equal(weights, expected)
 
 
 @pytest.mark.slow
