@@ -141,12 +141,16 @@ def reversed_in_time():
     return keras.Model(inputs, layers.Dense(CLASSES)(hidden[:, ::-1]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("same_noise", [True, "auto"])
+@pytest.mark.parametrize(
+    "same_noise", [True, pytest.param("auto", marks=pytest.mark.slow)]
+)
 def test_noise_that_begins_with_the_padding_is_rejected(float64, same_noise):
     with pytest.raises(ValueError, match="draws noise where padding is not at the end"):
         trained(19, same_noise=same_noise, model=reversed_in_time)
-    # The control: without the check, the weights would depend on the cut.
+
+
+@pytest.mark.slow
+def test_noise_that_begins_with_the_padding_would_depend_on_the_cut(float64):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(update_module, "check_noise", lambda *_: None)
         distance = trained(19, model=reversed_in_time) - trained(

@@ -372,7 +372,7 @@ class Pairs(losses.Loss):
         return tf.reduce_mean(distances * expected_distances) + neighbors
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_outputs_of_a_loss_over_the_batch_are_in_the_order_of_the_examples(
     float64, devices
 ):
