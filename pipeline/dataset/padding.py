@@ -163,7 +163,8 @@ def _weights_of_output(labels: Any, weights: Any, multiple: int) -> Any:
         return _dense(weights, multiple)
     if weights is not None and weights.shape.rank > 1 and weights.shape[1] != 1:
         # One weight for each step: all labels of the batch have the same length.
-        return _dense(tf.RaggedTensor.from_tensor(weights), multiple)
+        spec = tf.TensorSpec([None, *weights.shape[2:]])
+        return _dense(tf.RaggedTensor.from_tensor(weights), multiple, spec=spec)
 
     # Give each step one weight: ignore further axes of its labels.
     steps = tf.shape(labels.flat_values)[:1]
