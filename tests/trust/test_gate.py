@@ -925,29 +925,31 @@ def test_a_pattern_matches_no_file_behind_a_link(tmp_path, monkeypatch):
     (tmp_path / "elsewhere/b.txt").touch()
     monkeypatch.chdir(tmp_path / "in")
 
-    def check(key, pattern, **strings):
-        config = {"dataset": {"_target_": TEXTS, "files": ["a"]}}
-        put(config, **{key: [pattern] if key == "dataset.files" else pattern})
-        gate = Gate(tmp_path / "in/run", given=strings)
-        check_config(config, gate, imports=False)
-
-    keys = {
-        "dataset.files": "dataset.files.0",
-        "dataset.validation_split": "dataset.validation_split",
-        "dataset.validations.late": "dataset.validations.late",
-        "dataset.validations.late.split": "dataset.validations.late.split",
+    arguments_by_key = {
+        "dataset.files.0": lambda pattern: {"files": [pattern]},
+        "dataset.validation_split": lambda pattern: {"validation_split": pattern},
+        "dataset.validations.late": lambda pattern: {"validations": {"late": pattern}},
+        "dataset.validations.late.split": lambda pattern: {
+            "validations": {"late": {"split": pattern}}
+        },
     }
-    for key in keys:
+
+    def check(key, pattern, **strings):
+        node = {"_target_": TEXTS, **arguments_by_key[key](pattern)}
+        gate = Gate(tmp_path / "in/run", given=strings)
+        check_config({"dataset": node}, gate, imports=False)
+
+    for key in arguments_by_key:
         for pattern in ("texts", "*/*.txt"):
             check(key, pattern)
     (tmp_path / "in/texts/link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "in/link").symlink_to(tmp_path / "elsewhere")
-    for key, own_key in keys.items():
+    for key in arguments_by_key:
         for pattern in ("texts", "link", "texts/*/b.txt", "**/*.txt"):
-            rule = rf"^{re.escape(own_key)} must lie in .* give it again: \S*{own_key}="
+            rule = rf"^{re.escape(key)} must lie in .* give it again: \S*{key}="
             with pytest.raises(ConfigError, match=rule):
                 check(key, pattern)
-            check(key, pattern, **{own_key: pattern})
+            check(key, pattern, **{key: pattern})
         check(key, "texts/*.txt")
 
 
