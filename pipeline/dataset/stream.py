@@ -134,7 +134,7 @@ class Loader:
             )
         say(
             f"the {self._split} split has {count} batches in this epoch, and had "
-            f"{self._count_at_first} in the first: {effect}"
+            f"{self._count_at_first} at first: {effect}"
         )
         self._warned = True
 

@@ -211,7 +211,7 @@ def _secret_text(override: Override) -> str:
         return str(OmegaConf.create({"value": value})["value"])
     except OmegaConfBaseException:
         raise ConfigError(
-            override.key_or_group, f"{rule}, beside ${{…}}", override.input_line
+            override.key_or_group, f"{rule} next to ${{…}}", override.input_line
         ) from None
 
 

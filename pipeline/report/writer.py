@@ -185,7 +185,7 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
         f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}"
     )
     footer = (
-        f"Computed from the metrics of {jobs} in MLflow; jobs.csv beside this page has "
+        f"Computed from the metrics of {jobs} in MLflow; jobs.csv next to this page has "
         "the table."
     )
     averaged = ""

@@ -45,7 +45,7 @@ def test_an_accumulator_averages_over_parts_and_replicas(float64, replicas):
     assert accumulator.average()[0].numpy().tolist() == [0.0, 0.0]
     with pytest.raises(
         ValueError,
-        match=r"gradients must be 3gradients, one per variable\. Received: 1",
+        match=r"there must be 3 gradients, one per variable\. Received: 1",
     ):
         accumulator.add([tf.zeros(2)])
 

@@ -426,7 +426,7 @@ def one_metric():
         ),
         (
             {"loss": {"kind": None, "siez": None}},
-            "an entry of loss must have the name belong to an output, one of kind, size. "
+            "an entry of loss must have the name of an output, one of kind, size. "
             "Received: siez",
         ),
         ({"loss": [None]}, "loss must have 2 entries, one per output. Received: 1"),
@@ -449,7 +449,7 @@ def one_metric():
         ),
         (
             {"metrics": one_metric},
-            "metrics must be given by the name belong to an output, one of kind, size",
+            "metrics must be given by the name of an output, one of kind, size",
         ),
         (
             {"metrics": lambda: {"siez": one_metric()}},

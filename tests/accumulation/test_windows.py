@@ -464,7 +464,5 @@ def test_variables_that_it_was_not_built_for():
         ValueError, match=r"grads must have as many .* Received: 1 for 2"
     ):
         optimizer.apply([one], variables)
-    with pytest.raises(
-        ValueError, match="gradients must be 2gradients, one per variable"
-    ):
+    with pytest.raises(ValueError, match="there must be 2 gradients, one per variable"):
         optimizer.apply([one])

@@ -38,7 +38,7 @@ PREPARED = {
         "dataset.name must be a TFDS dataset (…). Received: 'mnits'."
     ),
     f"train {NOT_PREPARED} dataset.download=false": (
-        "dataset.data_dir must hold mnist/…, already prepared; dataset.download=true … "
+        "dataset.data_dir must contain mnist/…, already prepared; dataset.download=true … "
         "Received: '…'."
     ),
     f"train {NOT_PREPARED}": (

@@ -723,7 +723,7 @@ def test_the_digits_are_split_once_and_for_all(digits):
                 "download": False,
                 "data_dir": "/nowhere",
             },
-            "dataset.data_dir must hold mnist",
+            "dataset.data_dir must contain mnist",
         ),
     ],
 )

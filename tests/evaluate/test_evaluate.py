@@ -175,7 +175,7 @@ def test_what_is_only_printed_leaves_nothing(made):
 
 
 def test_an_evaluation_is_logged_once(made):
-    assert "is already logged after update 2 already" in made.answers["again"]["err"]
+    assert "is already logged after update 2" in made.answers["again"]["err"]
     assert made.answers["again"]["changed"] == []
     assert made.run.info.status == "FINISHED"
 

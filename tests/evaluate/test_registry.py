@@ -117,7 +117,7 @@ def test_elsewhere_the_weights_are_those_of_the_store_and_no_code_of_it_runs(
     assert evaluated == {BEST: pytest.approx(tested, rel=EQUAL)}
 
     again = pipeline(*line, cwd=tmp_path)
-    assert "eval/far is already logged after update 2 already" in again.stderr
+    assert "eval/far is already logged after update 2" in again.stderr
     last = [part.replace("@best", f"@{LAST}") for part in line]
     answer = pipeline(*last, cwd=tmp_path, status=2)
     assert "must be the update of a logged model" in answer.stderr

@@ -373,7 +373,7 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(
         "differs: dataset .* the file digits-train", answers["flipped dry"]["err"]
     )
     assert re.search(
-        "differs: dataset.data_dir must hold digits.*, prepared",
+        "differs: dataset.data_dir must contain digits.*, already prepared",
         answers["not prepared"]["err"],
     )
 
