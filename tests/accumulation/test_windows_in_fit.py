@@ -19,7 +19,7 @@ from tests.accumulation.windows import flat, in_pairs
 from tests.parameters import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:Gradients do not exist", "ignore:.*gives all batches of fit alike"
+    "ignore:Gradients do not exist", "ignore:.*gives all batches of fit the same weight"
 )
 EPOCHS = 3
 BATCH = 4

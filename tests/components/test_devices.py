@@ -125,13 +125,13 @@ def test_two_runs_on_one_gpu_are_told(requests, precision, capsys, tmp_path):
     with (tmp_path / f"pipeline-{os.getuid()}-gpu-GPU-beef.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another run
         devices.setup(HardwareConfig(), seed=0)
-        assert "is also in use by another run it" not in capsys.readouterr().err
+        assert "is also in use by another run" not in capsys.readouterr().err
         devices.setup(HardwareConfig(gpu=1), seed=0)
         line = "GPU GPU-beef is also in use by another run\n"
         assert capsys.readouterr().err.count(line) == 1
         # As the jobs of a sweep in one process do:
         devices.setup(HardwareConfig(gpu=1), seed=0)
-        assert "is also in use by another run it" not in capsys.readouterr().err
+        assert "is also in use by another run" not in capsys.readouterr().err
     with (
         (tmp_path / f"pipeline-{os.getuid()}-gpu-4.lock").open("w") as lock,
         pytest.raises(BlockingIOError),

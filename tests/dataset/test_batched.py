@@ -479,7 +479,7 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
         keras.utils.save_img(image, np.zeros((8, 8, 3)), scale=False)
     again = ("training.updates=8", "training.resume=auto", "dataset.checksum=none")
     err = train("parted", *again, status=2)
-    line = "must yield the batches of the run again: that of update 7 is another one"
+    line = "must yield the batches of the run again: that of update 7 is different"
     assert line in err
 
 
@@ -487,10 +487,7 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
 def test_a_generator_of_unknown_length(tmp_path):
     endless = "dataset=endless"
     err = train_photos(tmp_path, endless, status=2).stderr
-    assert (
-        "must be a number of updates if the length of an epoch is not known, length"
-        in err
-    )
+    assert "must be a number of updates if the length of an epoch is not known" in err
     train_photos(tmp_path, endless, "schedule=constant")
     train_photos(tmp_path, endless, "training.updates=4")
     store = Store(tmp_path)
