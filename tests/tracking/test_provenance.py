@@ -212,7 +212,8 @@ def test_the_runs_with_secrets_did_what_they_should(told):
                 (
                     "pipeline: tracking.uri must be a store that ",
                     "pipeline: tracking.uri must have the form http://HOST:PORT, with "
-                    "special characters in a password percent-encoded. Received: 'http://***@127.0.0.1:9'",
+                    "special characters in a password percent-encoded. "
+                    "Received: 'http://***@127.0.0.1:9'",
                 )
             )
         )
