@@ -99,8 +99,8 @@ def micro_batch_limit(
 
     Raises:
         ValueError: an argument is not a positive integer, neither the size nor the
-            tokens are given, `xla_lengths` do not increase, or `pad_multiple` or
-            `xla_lengths` have no effect.
+            tokens are given, `xla_lengths` do not increase or are not multiples of
+            `pad_multiple`, or one of these two has no effect.
     """
     if micro_batch_tokens is None:
         if micro_batch_size is None:
@@ -122,6 +122,9 @@ def micro_batch_limit(
     lengths = tuple(int(length) for length in xla_lengths)
     if list(lengths) != sorted(set(lengths)):
         rule = "xla_lengths must increase"
+        raise ValueError(f"{rule}. Received: {xla_lengths!r}")
+    if any(length % pad_multiple for length in lengths):
+        rule = f"xla_lengths must be multiples of pad_multiple, {pad_multiple}"
         raise ValueError(f"{rule}. Received: {xla_lengths!r}")
     return TokenLimit(micro_batch_tokens, micro_batch_size, pad_multiple, lengths)
 

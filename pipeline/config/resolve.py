@@ -399,6 +399,11 @@ def _check_cut_by_tokens(spec: RunSpec) -> None:
         )
         raise ConfigError("tracking.show", rule, config.tracking.show)
     pad = spec.dataset.get("pad")
+    if pad is not None and isinstance(lengths, list):
+        multiple = pad["multiple"]
+        if any(length % multiple for length in lengths):
+            rule = f"must be multiples of dataset.pad.multiple, {multiple}"
+            raise ConfigError(XLA_LENGTHS, rule, lengths)
     if pad is not None and pad["value"] != 0:
         rule = f"must be 0 {beside}"
         raise ConfigError("dataset.pad.value", rule, pad["value"])

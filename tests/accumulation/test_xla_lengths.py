@@ -235,6 +235,10 @@ def test_few_lengths_compute_little_more_padding():
     [
         ({"xla_lengths": (4, 2)}, r"xla_lengths must increase. Received: \(4, 2\)"),
         ({"xla_lengths": (0, 2)}, "each of xla_lengths must be a whole number"),
+        (
+            {"xla_lengths": (4, 6), "pad_multiple": 4},
+            "xla_lengths must be multiples of pad_multiple, 4",
+        ),
         ({"jit_compile": True}, "unless xla_lengths are given. Received: True"),
     ],
 )

@@ -27,7 +27,6 @@ LEGACY = {
     "accumulation.moving_statistics": "micro",
     "hardware.fused_attention": False,
     "hardware.xla": False,
-    "hardware.xla_lengths": None,
     "tracking.code": [],
     "training.checkpoint_every": None,
     "training.epochs": None,

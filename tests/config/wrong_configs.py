@@ -281,6 +281,13 @@ CONFIG = {
         "hardware.xla_lengths must be auto or null without "
         "accumulation.micro_batch_tokens. Received: [64, 128]."
     ),
+    (
+        "train experiment=text accumulation.micro_batch_tokens=512 "
+        "hardware.xla_lengths=[20,128]"
+    ): (
+        "hardware.xla_lengths must be multiples of dataset.pad.multiple, 16. "
+        "Received: [20, 128]."
+    ),
     "train accumulation.micro_batch_tokens=512 hardware.xla_lengths=[128,64]": (
         "hardware.xla_lengths must be auto, null, or a list of increasing whole "
         "numbers of at least 1. Received: [128, 64]."

@@ -158,7 +158,7 @@ def test_it_is_killed_resumed_and_repeated(folder):
 
 @pytest.mark.slow
 def test_xla_compiles_a_run_for_a_few_lengths_which_are_recorded(folder):
-    compiled = (TOKENS, "hardware.xla=true")
+    compiled = (TOKENS, "hardware.xla=true", "hardware.xla_lengths=auto")
     first_line = trained(folder, "xla", *compiled).stderr.splitlines()[0]
     lengths = Store(folder).run("xla").data.params["hardware.xla_lengths"]
     assert f"XLA at lengths {lengths.strip('[]')} (" in first_line
