@@ -309,7 +309,7 @@ def test_what_stays_lost_is_no_success(path):
     store = ForgetfulStore(loses=range(2, 10**9))
     with (
         closing(Uploader(store, path, may_exist=False)) as opened,
-        pytest.raises(IncompleteError, match="the store lacks the param a when it is"),
+        pytest.raises(IncompleteError, match="the store lacks the param a, which"),
     ):
         opened.finish(0.1)
     assert store.run["status"] == "RUNNING"
