@@ -20,9 +20,9 @@ from .evaluation import Evaluation
 from .flops import training_flops
 from .gradient_accumulator import GradientAccumulator
 from .gradient_sums import GradientSums
-from .length_grid import choose_xla_lengths
 from .noise_scale import NoiseScale
 from .update import Update
+from .xla_lengths import choose_xla_lengths
 
 __all__ = [
     "AccumulatingModel",

@@ -52,7 +52,8 @@ from .over_effective_batch import not_supported
 from .padding import padded_parts, with_position_weights
 from .padding_checks import check_noise, prepared_for_tokens
 from .same_noise import draw_noise_seeds, noise_by_position, noisy_layers
-from .token_cut import TokenLimit, cut_by_tokens, cut_for_xla
+from .token_cut import TokenLimit, cut_by_tokens
+from .token_cut_for_xla import cut_for_xla
 from .xla import compiled_by_xla, shapes_compiled
 
 __all__ = [

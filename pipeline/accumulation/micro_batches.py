@@ -26,7 +26,8 @@ from .batch import (
 )
 from .fused_attention import attention_fused
 from .padding import padded
-from .token_cut import CutCounts, TokenLimit, cut_by_tokens, cut_for_xla
+from .token_cut import CutCounts, TokenLimit, cut_by_tokens
+from .token_cut_for_xla import cut_for_xla
 
 # Maximum size of a batch that is copied to the device as a whole, for one program.
 MOST_BYTES = 64 * 2**20
@@ -133,12 +134,14 @@ class MicroBatchLoop:
         """Run the loop; return the results."""
         cut = self._cut
         joins = self._joins
-        loops = [(self._step, cut.examples)]  # each step and the end of its loop
+        # One loop after another: each has a step, and the example at which it ends.
+        loops = []
         if self._compiled_step is not None:
             begin, end = cut.compiled_examples()
-            loops.insert(0, (self._compiled_step, end))
             if begin is not None:
-                loops.insert(0, (self._step, begin))
+                loops.append((self._step, begin))
+            loops.append((self._compiled_step, end))
+        loops.append((self._step, cut.examples))
 
         def body(
             step: Callable[..., Nest], start: tf.Tensor, micro_batch: Nest, totals: Nest
@@ -374,7 +377,10 @@ class _TokenCut(_Cut):
             self._order = cut.order
             # Repeat the last end, as for `Batches`.
             self._ends: tf.Tensor = tf.concat([cut.ends, [self.examples]], 0)
-            self._least_lengths = tf.concat([cut.least_lengths, [0]], 0)
+            minimum_lengths = tf.zeros_like(cut.ends, tf.int64)
+            if cut.for_xla is not None:
+                minimum_lengths = cut.for_xla.minimum_lengths
+            self._minimum_lengths = tf.concat([minimum_lengths, [0]], 0)
             self._leaves = [tf.gather(leaf, cut.order) for leaf in self._leaves]
         self._for_xla = cut.for_xla
         self.counts = cut.counts
@@ -387,7 +393,7 @@ class _TokenCut(_Cut):
     def on_device(self, start: tf.Tensor) -> list[Any]:
         with tf.device("CPU:0"):
             slices = slice_of(self._leaves, start, self.stop(start))
-            length = self._least_lengths[self._number(start)]
+            length = self._minimum_lengths[self._number(start)]
             slices = [padded(leaf, self._pad_multiple, length) for leaf in slices]
             slices = self._as_on_device(slices)
         return [tf.identity(leaf) for leaf in slices]
@@ -397,7 +403,8 @@ class _TokenCut(_Cut):
         return tf.searchsorted(self._ends[:-1], [start], "right")[0]
 
     def compiled_examples(self) -> tuple[tf.Tensor | None, tf.Tensor]:
-        return self._for_xla
+        assert self._for_xla is not None
+        return self._for_xla.begin, self._for_xla.end
 
     def positions(self, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:
         with tf.device("CPU:0"):

@@ -27,17 +27,17 @@ def padded_length(lengths: tf.Tensor, multiple: int) -> tf.Tensor:
     return multiple * tf.maximum(one, -(-lengths // multiple))
 
 
-def padded(leaf: Any, multiple: int, least_length: tf.Tensor | int = 0) -> Any:
+def padded(leaf: Any, multiple: int, minimum_length: tf.Tensor | int = 0) -> Any:
     """Return a part of a batch, padded with zeros to its longest example.
 
-    The length is rounded up to a multiple, and is at least `least_length`. A dense part
+    The length is rounded up to a multiple, and is at least `minimum_length`. A dense part
     is returned as it is.
     """
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
     longest = leaf.bounding_shape(axis=1)
     length = padded_length(longest, multiple)
-    length = tf.maximum(length, tf.cast(least_length, length.dtype))
+    length = tf.maximum(length, tf.cast(minimum_length, length.dtype))
     sizes = leaf.shape[1:].as_list()
     shape = [leaf.nrows(), length, *sizes[1:]]
     shape = tf.stack([tf.cast(size, length.dtype) for size in shape])

@@ -25,7 +25,7 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)  # W0, W1
 _WORD = 0xFFFFFFFF
 
 
-def bits(key: tf.Tensor, lower: tf.Tensor, upper: tf.Tensor) -> tf.Tensor:
+def random_words(key: tf.Tensor, lower: tf.Tensor, upper: tf.Tensor) -> tf.Tensor:
     """Return four random words for each counter.
 
     Args:

@@ -250,8 +250,8 @@ class _RowsByTokens(_Rows):
         counters = first[:, None] + tf.range(tf.cast(blocks, tf.int64))[None, :]
         counters += tf.bitcast(key.counter[0], tf.int64)
         upper = tf.bitcast(key.counter[1], tf.int64)
-        bits = philox.bits(tf.bitcast(key.key[0], tf.int64), counters, upper)
-        values = tf.reshape(bits, [self.examples, _BLOCK * blocks])
+        words = philox.random_words(tf.bitcast(key.key[0], tf.int64), counters, upper)
+        values = tf.reshape(words, [self.examples, _BLOCK * blocks])
         return _uniform_from_bits(values)
 
 

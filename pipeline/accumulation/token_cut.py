@@ -9,15 +9,7 @@ micro-batches as the limit allows, and among these cuts into one with the least 
 An effective batch is a sum over its examples, so its update does not depend on their
 order. Everything here is computed on the host.
 
-XLA compiles a step for each shape. So for XLA, lengths are rounded up to a few given
-ones, and each micro-batch begins with the longest examples that remain and is full:
-
-    given     8 4                                    at most 24 tokens
-    lengths   9 8 | 8 5 4 | 4 4 3 2 2 1 | 1 1 1
-    computed  2×9 | 3 × 8 | 6 × 4       | 3×1        69 positions for 53 tokens
-
-XLA compiles the full micro-batches of the given lengths. It does not compile those of
-longer examples, which come first, and the last micro-batch, unless it is full.
+For the cut whose micro-batches XLA compiles, see `token_cut_for_xla`.
 """
 
 from __future__ import annotations
@@ -27,14 +19,18 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
-from .batch import DealtBatch, Nest, Share, examples_in, parts_of
+from .batch import ABSENT, DealtBatch, Nest, Share, examples_in, parts_of
 from .padding import padded_length, sequences_in
 
 # More than the positions of any effective batch: in the sums below, one micro-batch
 # less is worth any padding.
 _MICRO_BATCH = 2**40
+
+# Each length is compiled by itself, which takes seconds to minutes.
+MOST_XLA_LENGTHS = 32
 
 
 @dataclass(frozen=True)
@@ -57,17 +53,20 @@ class TokenLimit:
 
 
 class CutCounts(NamedTuple):
-    """The counts of a cut by tokens, summed over all replicas; scalars.
+    """The counts of a cut by tokens, summed over all replicas; scalars but for one.
 
     Attributes:
         micro_batches: number of micro-batches.
         tokens: number of positions that are not padding, in all ragged inputs.
         positions: number of positions that are computed, in all ragged inputs.
+        compiled: number of micro-batches that XLA compiles, for each of the lengths in
+            `TokenLimit.xla_lengths`, a vector; `ABSENT` in a cut that is not for XLA.
     """
 
     micro_batches: tf.Tensor
     tokens: tf.Tensor
     positions: tf.Tensor
+    compiled: tf.Tensor | tuple[()] = ABSENT
 
 
 class TokenCut(NamedTuple):
@@ -77,16 +76,29 @@ class TokenCut(NamedTuple):
         order: the indices of the examples after sorting, (examples,) of int32.
         ends: where each micro-batch ends in this order, exclusive; int32.
         counts: what the cut computes, of int64.
-        least_lengths: the length to which each micro-batch is padded at least; int64.
-        for_xla: where the micro-batches that XLA compiles begin and end in this order;
-            two scalars of int32.
+        for_xla: what XLA compiles, or None in a cut that is not for XLA.
     """
 
     order: tf.Tensor
     ends: tf.Tensor
     counts: CutCounts
-    least_lengths: tf.Tensor
-    for_xla: tuple[tf.Tensor, tf.Tensor]
+    for_xla: CompiledPart | None = None
+
+
+class CompiledPart(NamedTuple):
+    """The part of a cut that XLA compiles.
+
+    Attributes:
+        begin: where the first compiled micro-batch begins in the cut's order, scalar
+            of int32.
+        end: where the last one ends, exclusive.
+        minimum_lengths: the least length to which each micro-batch of the cut is
+            padded, int64; 0 for those that are not compiled.
+    """
+
+    begin: tf.Tensor
+    end: tf.Tensor
+    minimum_lengths: tf.Tensor
 
 
 def micro_batch_limit(
@@ -102,6 +114,9 @@ def micro_batch_limit(
             tokens are given, `xla_lengths` do not increase or are not multiples of
             `pad_multiple`, or one of these two has no effect.
     """
+    if not isinstance(xla_lengths, Sequence | np.ndarray):
+        rule = "xla_lengths must be a sequence of whole numbers, () for none"
+        raise ValueError(f"{rule}. Received: {xla_lengths!r}")
     if micro_batch_tokens is None:
         if micro_batch_size is None:
             rule = "there must be a micro_batch_size or micro_batch_tokens"
@@ -109,7 +124,7 @@ def micro_batch_limit(
         if pad_multiple != 1:
             rule = "pad_multiple must be 1 without micro_batch_tokens"
             raise ValueError(f"{rule}. Received: {pad_multiple!r}")
-        if xla_lengths:
+        if len(xla_lengths):
             rule = "xla_lengths must be empty without micro_batch_tokens"
             raise ValueError(f"{rule}. Received: {xla_lengths!r}")
         return micro_batch_size
@@ -117,16 +132,25 @@ def micro_batch_limit(
     check_positive("pad_multiple", pad_multiple)
     if micro_batch_size is not None:
         check_positive("micro_batch_size", micro_batch_size)
+    lengths = _checked_lengths(xla_lengths, pad_multiple)
+    return TokenLimit(micro_batch_tokens, micro_batch_size, pad_multiple, lengths)
+
+
+def _checked_lengths(xla_lengths: Sequence[int], pad_multiple: int) -> tuple[int, ...]:
+    """Return the lengths for XLA as a tuple, or raise a ValueError."""
     for length in xla_lengths:
         check_positive("each of xla_lengths", length)
     lengths = tuple(int(length) for length in xla_lengths)
-    if list(lengths) != sorted(set(lengths)):
+    rule = ""
+    if len(lengths) > MOST_XLA_LENGTHS:
+        rule = f"xla_lengths must be at most {MOST_XLA_LENGTHS} lengths"
+    elif list(lengths) != sorted(set(lengths)):
         rule = "xla_lengths must increase"
-        raise ValueError(f"{rule}. Received: {xla_lengths!r}")
-    if any(length % pad_multiple for length in lengths):
+    elif any(length % pad_multiple for length in lengths):
         rule = f"xla_lengths must be multiples of pad_multiple, {pad_multiple}"
+    if rule:
         raise ValueError(f"{rule}. Received: {xla_lengths!r}")
-    return TokenLimit(micro_batch_tokens, micro_batch_size, pad_multiple, lengths)
+    return lengths
 
 
 def check_lengths_for_xla(limit: TokenLimit, jit_compile: bool | str) -> None:
@@ -137,7 +161,10 @@ def check_lengths_for_xla(limit: TokenLimit, jit_compile: bool | str) -> None:
     """
     if jit_compile is True and not limit.xla_lengths:
         rule = 'jit_compile must be False or "auto" with micro_batch_tokens'
-        reason = "XLA would compile once for each length, unless xla_lengths are given"
+        reason = (
+            "XLA would compile once for each length, unless xla_lengths are given, such "
+            "as choose_xla_lengths(x.row_lengths().numpy())"
+        )
         raise ValueError(f"{rule}: {reason}. Received: True")
 
 
@@ -155,7 +182,7 @@ def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
     An example costs the sum of the padded lengths of its ragged inputs. The lengths for
     XLA are not used.
     """
-    costs = _costs(x, limit.pad_multiple)
+    costs = costs_of(x, limit.pad_multiple)
     order = tf.argsort(
         tf.reduce_sum(costs, axis=1), direction="DESCENDING", stable=True
     )
@@ -164,106 +191,10 @@ def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
     total = best.totals[-1]
     counts = CutCounts(
         micro_batches=total // _MICRO_BATCH,
-        tokens=_tokens_in(x),
+        tokens=tokens_in(x),
         positions=total % _MICRO_BATCH,
     )
-    none = (tf.constant(0), tf.constant(0))
-    return TokenCut(order, ends, counts, tf.zeros_like(ends, tf.int64), none)
-
-
-def cut_for_xla(parts: Nest, limit: TokenLimit) -> TokenCut:
-    """Return the cut of a batch whose full micro-batches have few different shapes.
-
-    All ragged parts of such a micro-batch are padded to the same one of
-    `limit.xla_lengths`: the smallest that is not below the lengths of its examples.
-
-    Args:
-        parts: `(x, y, sample_weight)` of the batch.
-        limit: the largest micro-batch.
-    """
-    costs = _costs(parts[0], limit.pad_multiple)
-    row_lengths = _row_lengths(parts, limit)
-    # Within examples of one row length, the longest come first, so that a last
-    # micro-batch, which is padded to its own longest example, has the shortest ones.
-    keys = row_lengths * _MICRO_BATCH + tf.reduce_sum(costs, axis=1)
-    order = tf.argsort(keys, direction="DESCENDING", stable=True)
-    row_lengths = tf.gather(row_lengths, order)
-
-    sequences = costs.shape[1]
-    rows = tf.maximum(limit.tokens // (sequences * row_lengths), 1)
-    if limit.examples is not None:
-        rows = tf.minimum(rows, limit.examples)
-    rows = tf.cast(rows, tf.int32)
-    starts, ends = _full_micro_batches(rows)
-
-    lengths = tf.gather(row_lengths, starts)
-    is_full = ends - starts == tf.gather(rows, starts)
-    is_compiled = is_full & (lengths <= limit.xla_lengths[-1])
-    least_lengths = tf.where(is_compiled, lengths, tf.zeros_like(lengths))
-    longer = tf.reduce_sum(tf.cast(lengths > limit.xla_lengths[-1], tf.int32))
-    compiled = tf.reduce_sum(tf.cast(is_compiled, tf.int32))
-    bounds = tf.concat([[0], ends], 0)
-    for_xla = (bounds[longer], bounds[longer + compiled])
-
-    micro_batches = examples_in(ends)
-    numbers = tf.searchsorted(ends, tf.range(examples_in(order)), "right")
-    longest = tf.math.unsorted_segment_max(
-        tf.gather(costs, order), numbers, micro_batches
-    )
-    computed_lengths = tf.where(
-        is_compiled, sequences * lengths, tf.reduce_sum(longest, axis=1)
-    )
-    positions = computed_lengths * tf.cast(ends - starts, tf.int64)
-    counts = CutCounts(
-        micro_batches=tf.cast(micro_batches, tf.int64),
-        tokens=_tokens_in(parts[0]),
-        positions=tf.reduce_sum(positions),
-    )
-    return TokenCut(order, ends, counts, least_lengths, for_xla)
-
-
-def _row_lengths(parts: Nest, limit: TokenLimit) -> tf.Tensor:
-    """Return the length to which XLA's micro-batches of each example are padded.
-
-    It is at least the length of every ragged part. An example that is longer than all
-    of `limit.xla_lengths` has its own padded length. (examples,) of int64.
-    """
-    lengths_of_parts = []
-    for leaf in tf.nest.flatten(parts):
-        if isinstance(leaf, tf.RaggedTensor):
-            lengths_of_parts.append(tf.cast(leaf.row_lengths(), tf.int64))
-    longest = tf.reduce_max(tf.stack(lengths_of_parts), axis=0)
-    xla_lengths = tf.constant(limit.xla_lengths, tf.int64)
-    index = tf.searchsorted(xla_lengths, longest, "left")
-    is_longer = index == len(limit.xla_lengths)
-    index = tf.where(is_longer, tf.zeros_like(index), index)
-    return tf.where(
-        is_longer,
-        padded_length(longest, limit.pad_multiple),
-        tf.gather(xla_lengths, index),
-    )
-
-
-def _full_micro_batches(rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return where micro-batches start and end, if each has as many rows as it may.
-
-    `rows` is the number of rows of a micro-batch that starts with each example. Of the
-    last micro-batch, there may be fewer.
-    """
-    examples = examples_in(rows)
-
-    def body(start: tf.Tensor, starts: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        return start + rows[start], tf.concat([starts, [start]], 0)
-
-    _, starts = tf.while_loop(
-        lambda start, _: start < examples,
-        body,
-        (tf.constant(0), tf.zeros([0], tf.int32)),
-        shape_invariants=(tf.TensorShape([]), tf.TensorShape([None])),
-    )
-    # An empty batch has no micro-batch, and no end.
-    ends = tf.concat([starts, [examples]], 0)[1:]
-    return starts, ends
+    return TokenCut(order, ends, counts)
 
 
 def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
@@ -277,7 +208,7 @@ def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
         return batch
     parts = parts_of(batch)
     with tf.device("CPU:0"):
-        costs = tf.reduce_sum(_costs(parts[0], pad_multiple), axis=1)
+        costs = tf.reduce_sum(costs_of(parts[0], pad_multiple), axis=1)
         order = tf.argsort(costs, direction="DESCENDING", stable=True)
         costs = tf.gather(costs, order)
         # An example is of the share in which the middle of its tokens lies: all numbers
@@ -294,7 +225,7 @@ def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
         return DealtBatch(tf.nest.map_structure(in_order, parts), starts, order)
 
 
-def _costs(x: Nest, pad_multiple: int) -> tf.Tensor:
+def costs_of(x: Nest, pad_multiple: int) -> tf.Tensor:
     """Return the padded lengths of the ragged inputs, (examples, inputs) of int64."""
     padded_lengths = []
     for sequence in sequences_in(x):
@@ -303,7 +234,7 @@ def _costs(x: Nest, pad_multiple: int) -> tf.Tensor:
     return tf.stack(padded_lengths, axis=1)
 
 
-def _tokens_in(x: Nest) -> tf.Tensor:
+def tokens_in(x: Nest) -> tf.Tensor:
     """Return the number of positions in all ragged inputs, of int64."""
     tokens = []
     for sequence in sequences_in(x):

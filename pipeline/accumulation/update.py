@@ -100,7 +100,9 @@ class Update:
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled, nor are `Batches`, as XLA would compile once
             per size. For "auto", see `compiled_by_xla`. After an update was traced, the
-            attribute `compiled` holds the decision.
+            attribute `compiled` holds the decision. In a cut by tokens, the attribute
+            `compiled_lengths` is then a scalar tensor of the same trace, or None: bit i
+            is set if XLA computed a micro-batch of the length `xla_lengths[i]`.
         xla_scope: what XLA compiles if it compiles the passes. "step" compiles the
             passes alone. On one device, "apply" also compiles the norm and the
             optimizer's step, as one program. If the gradient of an embedding is sparse,
@@ -175,6 +177,7 @@ class Update:
         self.compiled = False
         self.apply_compiled = False
         self.update_compiled = False
+        self.compiled_lengths: tf.Tensor | None = None
         self.measured = self.objective.measured()
 
         # Keep this variable on the host. To read it from a GPU, the host would have to
@@ -276,6 +279,7 @@ class Update:
             results["micro_steps"] = sums.cut.micro_batches
             results["tokens"] = sums.cut.tokens
             results["positions"] = sums.cut.positions
+            self.compiled_lengths = _bits(sums.cut.compiled)
         results["learning_rate"] = step.learning_rate
         results["gradient_norm"] = step.norm
         return results
@@ -600,6 +604,14 @@ class Update:
         if self._scale_loss is not None or several_processes:
             return tf.nest.map_structure(tf.convert_to_tensor, sums)
         return sums
+
+
+def _bits(counts: tf.Tensor | tuple[()]) -> tf.Tensor | None:
+    """Return an integer whose bit i is set if `counts[i]` is positive, or None."""
+    if isinstance(counts, tuple):
+        return None
+    bits = tf.constant([2**i for i in range(counts.shape[0])], tf.int64)
+    return tf.reduce_sum(tf.where(counts > 0, bits, tf.zeros_like(bits)))
 
 
 def _without_gradients(sums: GradientSums) -> GradientSums:

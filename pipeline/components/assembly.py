@@ -73,8 +73,8 @@ class PartsRecord:
 class Parts:
     """The parts of a run, ready for training."""
 
-    # `dataset.in_memory` is decided. `hardware.fused_attention` is, too, unless
-    # `hardware.xla` is `fastest`, which `with_xla` decides.
+    # `dataset.in_memory` is decided. So are `hardware.fused_attention` and
+    # `hardware.xla_lengths`, unless `hardware.xla` is `fastest`: `with_xla` decides.
     spec: RunSpec
     devices: Devices
     data: Data
@@ -178,11 +178,13 @@ class Parts:
     def prediction(self) -> internals.Prediction:
         """Return a new `Prediction`, which predicts one batch per call."""
         hardware = self.spec.config.hardware
+        # Each batch of sequences may have another length, for which XLA would compile.
+        jit_compile = False if self.spec.cuts_by_tokens else hardware.xla
         return internals.Prediction(
             self.model,
             self.objective.evaluation,
             self.plan.batching.micro_batch_size,
-            jit_compile=hardware.xla,
+            jit_compile=jit_compile,
             fused_attention=hardware.fused_attention is True,
         )
 

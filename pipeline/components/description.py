@@ -58,7 +58,7 @@ def xla_scope_note(hardware: HardwareConfig, batching: Batching, on_gpu: bool) -
     elif hardware.xla == "auto" and not on_gpu:
         reason = "hardware.xla=auto compiles nothing on a CPU"
     elif batching.micro_batch_tokens is not None and not hardware.xla_lengths:
-        reason = "nothing is compiled where batches are cut by tokens"
+        reason = "a cut by tokens is not compiled without hardware.xla_lengths"
     elif batching.replicas > 1:
         reason = "it supports only one replica"
     elif scope == "update" and batching.micro_batch_tokens is not None:

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from pipeline.accumulation import Evaluation, internals
 from pipeline.common.errors import ConfigError, as_config_error
-from pipeline.config.resolve import RunSpec
+from pipeline.config.resolve import XLA_LENGTHS, RunSpec
 from pipeline.config.sizes import MICRO, TOKENS
 from pipeline.dataset.splits import Data
 
@@ -58,6 +58,33 @@ def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None
     tokens = spec.batching.micro_batch_tokens
     with as_config_error(TOKENS, rule, tokens):
         tf.function(check, autograph=False).get_concrete_function(batch_spec)
+
+    xla_lengths = spec.config.hardware.xla_lengths
+    if isinstance(xla_lengths, list) and not spec.times_xla:
+        rule = (
+            "must be null for a model that does not take all its inputs and labels "
+            f"padded to the same length, such as {xla_lengths[-1]}"
+        )
+        with as_config_error(XLA_LENGTHS, rule, xla_lengths):
+            _trace_at(xla_lengths[-1], evaluation, batch_spec)
+
+
+def _trace_at(length: int, evaluation: Evaluation, batch_spec: Any) -> None:
+    """Trace the evaluation of a batch whose parts are all padded to one length.
+
+    Shapes that do not fit each other raise an error then, as all of them are known.
+    """
+
+    def padded(leaf: Any) -> Any:
+        if not isinstance(leaf, tf.RaggedTensorSpec):
+            return leaf
+        examples, _, *others = leaf.shape.as_list()
+        return tf.TensorSpec([examples, length, *others], leaf.dtype)
+
+    padded_spec = tf.nest.map_structure(padded, batch_spec)
+    padded_evaluation = Evaluation(evaluation.model, evaluation.objective, 1)
+    step = tf.function(padded_evaluation, autograph=False)
+    step.get_concrete_function(padded_spec)
 
 
 def _varies(spec: Any) -> bool:

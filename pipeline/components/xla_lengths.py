@@ -34,25 +34,28 @@ def decide(
 
     Returns:
         The spec, in which lengths replace `auto`, or null if XLA compiles no cut by
-        tokens. The devices, whose description names the lengths and their cost in
-        padding. With `hardware.xla=fastest`, both are returned unchanged.
+        tokens. The devices, whose description names the lengths, and their cost in
+        padding if they were chosen here. With `hardware.xla=fastest`, both are returned
+        unchanged.
     """
     lengths = spec.config.hardware.xla_lengths
     if spec.times_xla:
-        # `xla_choice` decides for each way that it times.
+        # `xla_choice` calls this for each of the variants that it times.
         return spec, run_devices
     if not _is_compiled(spec, run_devices, model, batch_spec):
         if lengths == "auto":
             spec = spec.changed({XLA_LENGTHS: None})
         return spec, run_devices
-
-    sample = _Sample.of(spec, data)
+    cost = ""
     if lengths == "auto":
+        sample = _Sample.of(spec, data)
         most = MOST_ON_GPU if run_devices.on_gpu else MOST_ON_CPU
         multiple = spec.dataset.pad["multiple"]
         lengths = choose_xla_lengths(sample.longest, most, multiple)
-    spec = spec.changed({XLA_LENGTHS: list(lengths)})
-    line = _line(lengths, sample.cost(spec, tuple(lengths)))
+        spec = spec.changed({XLA_LENGTHS: list(lengths)})
+        cost = f" ({100 * sample.cost(spec, lengths):.0f}% more positions)"
+    names = ", ".join(map(str, lengths))
+    line = f", XLA at lengths {names}{cost}"
     return spec, replace(run_devices, description=run_devices.description + line)
 
 
@@ -107,32 +110,47 @@ class _Sample:
         return self.lengths.max(axis=1)
 
     def cost(self, spec: RunSpec, xla_lengths: tuple[int, ...]) -> float:
-        """Return by what share of the positions XLA's cut exceeds the other one."""
+        """Return by what share the positions of XLA's cut exceed those of the other."""
         limit = internals.TokenLimit(
             spec.batching.micro_batch_tokens or 1,
             spec.config.accumulation.micro_batch_size,
             spec.dataset.pad["multiple"],
             xla_lengths,
         )
+        inputs = self.inputs
+
+        @tf.function(
+            input_signature=[tf.TensorSpec([None, self.lengths.shape[1]], tf.int64)],
+            autograph=False,
+        )
+        def positions(lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            parts = _parts_of(lengths)
+            x, others = parts[:inputs], parts[inputs:]
+            with_xla = internals.cut_for_xla((x, others), limit)
+            without = internals.cut_by_tokens(x, limit)
+            return with_xla.counts.positions, without.counts.positions
+
         examples = len(self.lengths)
         size = min(spec.batching.share, examples)
         random = np.random.default_rng(0)
-        with_xla = 0
-        without = 0
+        total_with_xla = 0
+        total_without = 0
         for _ in range(_BATCHES_CUT):
             chosen = random.choice(examples, size, replace=False)
-            parts = self._parts(self.lengths[chosen])
-            with_xla += int(internals.cut_for_xla(parts, limit).counts.positions)
-            without += int(internals.cut_by_tokens(parts[0], limit).counts.positions)
-        return with_xla / max(without, 1) - 1
+            with tf.device("CPU:0"):
+                with_xla, without = positions(self.lengths[chosen].astype(np.int64))
+            total_with_xla += int(with_xla)
+            total_without += int(without)
+        return total_with_xla / max(total_without, 1) - 1
 
-    def _parts(self, lengths: np.ndarray) -> tuple[Any, Any]:
-        """Return inputs and labels of these lengths."""
-        parts = []
-        for lengths_of_part in lengths.T:
-            values = tf.zeros(lengths_of_part.sum(), tf.int8)
-            parts.append(tf.RaggedTensor.from_row_lengths(values, lengths_of_part))
-        return parts[: self.inputs], parts[self.inputs :]
+
+def _parts_of(lengths: tf.Tensor) -> list[tf.RaggedTensor]:
+    """Return ragged parts with these lengths, which are (examples, parts)."""
+    parts = []
+    for lengths_of_part in tf.unstack(lengths, axis=1):
+        values = tf.zeros([tf.reduce_sum(lengths_of_part)], tf.int8)
+        parts.append(tf.RaggedTensor.from_row_lengths(values, lengths_of_part))
+    return parts
 
 
 def _varying(nest: Any) -> list[Any]:
@@ -142,9 +160,3 @@ def _varying(nest: Any) -> list[Any]:
         if leaf.shape.rank and leaf.shape[0] is None:
             varying.append(leaf)
     return varying
-
-
-def _line(lengths: Any, cost: float) -> str:
-    """Return what is added to the description of the devices."""
-    names = ", ".join(map(str, lengths))
-    return f", XLA at lengths {names} ({100 * cost:.0f}% more positions)"

@@ -388,8 +388,8 @@ def _check_cut_by_tokens(spec: RunSpec) -> None:
     beside = f"with {sizes.TOKENS}"
     if config.hardware.xla not in ("auto", False) and lengths is None:
         rule = (
-            f"must be auto or false {beside} and {XLA_LENGTHS}=null: XLA would compile "
-            "once for each length"
+            f"must be auto or false {beside}, unless {XLA_LENGTHS} is auto or a list: "
+            "XLA would compile once for each length"
         )
         raise ConfigError(XLA, rule, config.hardware.xla)
     if config.tracking.show is not None:

@@ -43,6 +43,7 @@ _COUNTED = re.compile(
     r"|dataset\.validations\.\w+\.every"
 )
 _MOST_EXAMPLES = 64  # maximum of `tracking.show.examples`
+_MOST_XLA_LENGTHS = 32  # as in `accumulation`, which is not imported here
 # Names of what `tracking.show` logs.
 _SHOWN_BY_US = ("examples", "fixed", "worst", "confusion", "reliability")
 # Beginnings of the names of Keras' optimizers.
@@ -452,7 +453,8 @@ def _are_xla_lengths(value: Any) -> bool:
         return True
     if not isinstance(value, ListConfig) or not all(map(_is_count, value)):
         return False
-    return bool(value) and list(value) == sorted(set(value))
+    is_increasing = list(value) == sorted(set(value))
+    return 1 <= len(value) <= _MOST_XLA_LENGTHS and is_increasing
 
 
 _COUNT = Check("at least 1", _is_count)
@@ -468,7 +470,9 @@ _XLA = Check(
     lambda value: _is_bool(value) or value in ("auto", "fastest"),
 )
 _LENGTHS = Check(
-    "auto, null, or a list of increasing whole numbers of at least 1", _are_xla_lengths
+    f"auto, null, or a list of at most {_MOST_XLA_LENGTHS} increasing whole numbers of "
+    "at least 1",
+    _are_xla_lengths,
 )
 _FLAG = Check("true or false", _is_bool)
 _EVALUATION_INTERVAL = Check(

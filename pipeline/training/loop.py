@@ -425,6 +425,9 @@ class Trainer:
         if self.updater.compiled:
             shapes = shapes_compiled(batch, whole_batch=self.updater.update_compiled)
             results = results._replace(shapes_compiled=shapes)
+            if self.updater.compiled_lengths is not None:
+                lengths = self.updater.compiled_lengths
+                results = results._replace(lengths_compiled=lengths)
         self.user_metrics.taken = frozenset(results.metrics)
         self.on_traced()
         return self.recorder.layout.pack(results)

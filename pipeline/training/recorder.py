@@ -51,11 +51,14 @@ class UpdateResults(NamedTuple):
         tokens: the number of tokens in the effective batch, or NaN if not counted.
         shapes_compiled: identifies the shapes that XLA compiled, see
             `accumulation.internals.shapes_compiled`; 0 without XLA.
+        lengths_compiled: in a cut by tokens, an integer whose bit i is set if XLA
+            computed a micro-batch of the i-th length; see `Update.compiled_lengths`.
     """
 
     metrics: dict[str, Any]
     tokens: Any = math.nan
     shapes_compiled: Any = 0.0
+    lengths_compiled: Any = 0.0
 
 
 @dataclass
@@ -239,9 +242,8 @@ class Recorder:
     updates: int = 0
     _explosion: Explosion = field(default_factory=Explosion)
     _began: float = field(default_factory=time.perf_counter)
-    # Kinds of updates so far: pairs of the number of traces and the result of
-    # `shapes_compiled`. The first update of a kind includes tracing or compilation.
-    _compiled_kinds: set[tuple[int, float]] = field(default_factory=set)
+    # The programs of the updates so far; see `_programs_of`.
+    _compiled_programs: set[tuple[Any, ...]] = field(default_factory=set)
     _skipped: int = 0
     _noise: NoiseScale = field(default_factory=NoiseScale)
     _unlogged: _Row | None = None  # the last row, until it is logged
@@ -265,7 +267,7 @@ class Recorder:
             _UnfetchedUpdate(update, time.time(), results, traces, now)
         )
         count = len(self._unfetched)
-        if self._compiled_kinds:
+        if self._compiled_programs:
             due = now - self._clock_start >= FETCH_SECONDS or count >= FETCH_UPDATES
         else:
             # Do not fetch after the first update alone: its time includes tracing.
@@ -359,7 +361,7 @@ class Recorder:
     def cut(self, plan: RunPlan) -> None:
         """Continue with a plan that has other micro-batches. Call `fetch` first."""
         self.plan = plan
-        self._compiled_kinds = set()
+        self._compiled_programs = set()
         if self.tracker is not None:
             self.tracker.change_plan(plan)
 
@@ -470,12 +472,12 @@ class Recorder:
         called_before = self._clock_start
         for fetched in group:
             entry = fetched.entry
-            kind = (entry.traces, fetched.results.shapes_compiled)
-            if kind in self._compiled_kinds:
+            programs = _programs_of(fetched)
+            if programs <= self._compiled_programs:
                 computed.append(fetched)
             else:
                 compiling += entry.called_at - called_before
-            self._compiled_kinds.add(kind)
+            self._compiled_programs |= programs
             called_before = entry.called_at
 
         now = time.perf_counter()
@@ -515,6 +517,20 @@ class Recorder:
         self._unlogged = None
         if row is not None and self.tracker is not None:
             self.tracker.update(*row)
+
+
+def _programs_of(fetched: _FetchedUpdate) -> set[tuple[Any, ...]]:
+    """Return what identifies the programs that an update has run.
+
+    The first update with a program includes the time of its tracing or compilation.
+    """
+    traces = fetched.entry.traces
+    programs: set[tuple[Any, ...]] = {(traces, fetched.results.shapes_compiled)}
+    lengths = int(fetched.results.lengths_compiled)
+    for index in range(lengths.bit_length()):
+        if lengths >> index & 1:
+            programs.add((traces, "length", index))
+    return programs
 
 
 def _non_finite(results: Mapping[str, float]) -> list[str]:

@@ -17,7 +17,8 @@ from pipeline.accumulation import (
     philox,
 )
 from pipeline.accumulation.same_noise import Key
-from pipeline.accumulation.token_cut import TokenLimit, cut_by_tokens, cut_for_xla
+from pipeline.accumulation.token_cut import TokenLimit, cut_by_tokens
+from pipeline.accumulation.token_cut_for_xla import cut_for_xla
 from tests.accumulation.replicas import strategy_on
 from tests.accumulation.sequences import (
     LENGTHS,
@@ -59,13 +60,14 @@ def test_a_cut_to_check_by_hand():
     in_order = [lengths[example] for example in cut.order.numpy()]
     assert in_order == sorted(lengths, reverse=True)
     assert cut.ends.numpy().tolist() == list(itertools.accumulate(sizes))
-    assert cut.least_lengths.numpy().tolist() == [0, 8, 4, 0]
-    begin, end = cut.for_xla
-    assert (int(begin), int(end)) == (2, 2 + 3 + 6)
+    assert cut.for_xla.minimum_lengths.numpy().tolist() == [0, 8, 4, 0]
+    assert int(cut.for_xla.begin) == 2
+    assert int(cut.for_xla.end) == 2 + 3 + 6
 
     assert int(cut.counts.micro_batches) == 4
     assert int(cut.counts.tokens) == sum(lengths) == 53
     assert int(cut.counts.positions) == 2 * 9 + 3 * 8 + 6 * 4 + 3 * 1
+    assert cut.counts.compiled.numpy().tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 40, 1000])
@@ -84,13 +86,13 @@ def test_full_micro_batches_have_one_shape_for_each_length(
         assert sorted(cut.order.numpy()) == [*range(count)]
 
         longest = np.maximum(inputs, labels)
-        begin, end = map(int, cut.for_xla)
+        begin, end = int(cut.for_xla.begin), int(cut.for_xla.end)
         bounds = [0, *cut.ends.numpy()]
         assert begin in bounds
         assert end in bounds
         assert bounds[-1] == count
         micro_batches = itertools.pairwise(bounds)
-        padded_lengths = cut.least_lengths.numpy()
+        padded_lengths = cut.for_xla.minimum_lengths.numpy()
         for (start, stop), length in zip(micro_batches, padded_lengths, strict=True):
             rows = cut.order.numpy()[start:stop]
             if not begin <= start < end:
@@ -146,6 +148,29 @@ def test_replicas_and_noise_have_the_update_of_the_cut_without_xla(float64, devi
     np.testing.assert_allclose(with_xla, without, rtol=0, atol=EXACT)
 
 
+def test_an_update_says_for_which_lengths_xla_has_compiled():
+    inputs = keras.Input([None, 1])
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    update = Update(model, loss, sgd_for(model), micro_batch_tokens=8, **BY_XLA)
+
+    @tf.function(autograph=False)
+    def step(x, y):
+        update((x, y))
+        return update.compiled_lengths
+
+    def bits(*lengths):
+        values = tf.ones([sum(lengths), 1])
+        x = tf.RaggedTensor.from_row_lengths(values, lengths)
+        return int(step(x, x))
+
+    # Of the lengths 2, 4 and 8, at most 4, 2 and 1 examples are full micro-batches.
+    assert bits(7) == 0b100
+    assert bits(2, 2, 3, 3, 1, 2) == 0b011
+    assert bits(9, 8, 2, 2) == 0b100  # too long; 8; the last one is not full
+    assert bits(2, 2) == 0
+
+
 def test_an_evaluation_is_that_without_xla(float64):
     case = cases()["LSTM"]
     model = build(case)
@@ -184,7 +209,7 @@ def test_many_counters_draw_the_blocks_of_tensorflow():
         )
         lower = tf.bitcast(counter[0], tf.int64) + tf.range(5, dtype=tf.int64)
         upper = tf.bitcast(counter[1], tf.int64)
-        words = philox.bits(tf.bitcast(key.key[0], tf.int64), lower, upper)
+        words = philox.random_words(tf.bitcast(key.key[0], tf.int64), lower, upper)
         assert words.numpy().tolist() == expected.numpy().tolist()
 
 
@@ -216,6 +241,28 @@ def test_fewer_lengths_are_chosen_where_there_are_fewer():
     assert choose_xla_lengths(range(1, 100_001), 2, multiple=1)[-1] >= 100_000
 
 
+def test_lengths_are_chosen_for_the_examples_of_a_ragged_tensor():
+    assert choose_xla_lengths(ragged([3, 9, 16])) == (8, 16)
+    assert choose_xla_lengths(tf.constant([3, 9])) == (8, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([1.5],), "lengths must be whole numbers, .* dtype float64"),
+        (([[1, 2]],), r"one for each example. Received: shape \(1, 2\)"),
+        (([],), "lengths must not be empty"),
+        (([3, -1],), "lengths must not be negative. Received: -1"),
+        (([3], 1.5), "count must be a whole number of at least 1. Received: 1.5"),
+        (([3], 33), "count must be at most 32. Received: 33"),
+        (([3], 4, 0), "multiple must be a whole number of at least 1. Received: 0"),
+    ],
+)
+def test_wrong_arguments_of_the_choice_are_rejected(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        choose_xla_lengths(*arguments)
+
+
 def test_few_lengths_compute_little_more_padding():
     numbers = np.random.default_rng(0)
     lengths = np.clip(numbers.lognormal(4, 1, 256), 1, 512).astype(int)
@@ -239,7 +286,10 @@ def test_few_lengths_compute_little_more_padding():
             {"xla_lengths": (4, 6), "pad_multiple": 4},
             "xla_lengths must be multiples of pad_multiple, 4",
         ),
-        ({"jit_compile": True}, "unless xla_lengths are given. Received: True"),
+        ({"jit_compile": True}, r"such as choose_xla_lengths\(x\.row_lengths"),
+        ({"xla_lengths": 8}, "must be a sequence of whole numbers, .* Received: 8"),
+        ({"xla_lengths": None}, r"\(\) for none. Received: None"),
+        ({"xla_lengths": range(1, 34)}, "must be at most 32 lengths"),
     ],
 )
 def test_wrong_lengths_are_rejected(options, message):

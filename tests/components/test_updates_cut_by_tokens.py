@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import keras
 import numpy as np
 import pytest
@@ -31,8 +33,11 @@ CONFIG = (
 TOKENS = "accumulation.micro_batch_tokens=100"
 
 
-def texts(last: int = 1) -> Data:
-    """Return texts of 1 to 40 tokens from 1 on; the last text begins with `last`."""
+def texts(last: int = 1, whole: bool = False) -> Data:
+    """Return texts of 1 to 40 tokens from 1 on; the last text begins with `last`.
+
+    The inputs of a `whole` text are one token longer than its labels.
+    """
     numbers = np.random.default_rng(0)
     lengths = 2 + np.minimum(numbers.geometric(0.1, 40), 39)
     rows = [numbers.integers(1, CLASSES, length) for length in lengths]
@@ -40,7 +45,7 @@ def texts(last: int = 1) -> Data:
 
     def examples():
         for row in rows:
-            yield row[:-1], row[1:]
+            yield (row if whole else row[:-1]), row[1:]
 
     spec = tf.TensorSpec([None], tf.int32)
     split = tf.data.Dataset.from_generator(examples, output_signature=(spec, spec))
@@ -67,12 +72,17 @@ def tokens_in(x, y):
     return tf.math.count_nonzero(x)
 
 
-def network(classes: int, pools: bool = False) -> keras.Model:
-    """Return a model whose outputs change with padding if it `pools`."""
+def network(classes: int, pools: bool = False, drops_last: bool = False) -> keras.Model:
+    """Return a model whose outputs change with padding if it `pools`.
+
+    If it `drops_last`, it has no output for the last token.
+    """
     inputs = keras.Input([None], dtype="int32")
     vectors = keras.layers.Embedding(classes, 8)(inputs)
     if pools:
         vectors += keras.ops.mean(vectors, axis=1, keepdims=True)
+    if drops_last:
+        vectors = vectors[:, :-1]
     return keras.Model(inputs, keras.layers.Dense(classes)(vectors))
 
 
@@ -128,6 +138,41 @@ def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):
         parts_of(TOKENS, "+model.pools=true")
     assert rejected.value.key == "accumulation.micro_batch_tokens"
     assert "must give the same outputs with more padding" in str(rejected.value)
+
+
+def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64):
+    """All parts of a micro-batch that XLA compiles are padded to one length."""
+    shorter_labels = (
+        TOKENS,
+        "dataset.pad.multiple=1",
+        "+dataset.whole=true",
+        "+model.drops_last=true",
+    )
+    parts_of(*shorter_labels)  # is accepted without XLA
+    with pytest.raises(ConfigError) as rejected:
+        parts_of(*shorter_labels, "hardware.xla=true", "hardware.xla_lengths=[20,48]")
+    assert rejected.value.key == "hardware.xla_lengths"
+    assert "must be null for a model that does not take" in str(rejected.value)
+
+
+def test_lengths_are_chosen_and_their_cost_is_said(float64):
+    by_xla = (TOKENS, "hardware.xla=true")
+    parts = parts_of(*by_xla, "hardware.xla_lengths=auto")
+    lengths = parts.spec.config.hardware.xla_lengths
+    assert lengths == sorted(set(lengths))
+    assert lengths[-1] == 40
+    names = ", ".join(map(str, lengths))
+    found = re.search(
+        rf"XLA at lengths {names} \((\d+)% more positions\)", parts.devices.description
+    )
+    assert 0 <= int(found[1]) < 100
+
+    listed = parts_of(*by_xla, "hardware.xla_lengths=[20,40]")
+    assert listed.spec.config.hardware.xla_lengths == [20, 40]
+    assert "XLA at lengths 20, 40" in listed.devices.description
+    # Nothing is compiled: there is nothing to choose.
+    uncompiled = parts_of(TOKENS, "hardware.xla_lengths=auto")
+    assert uncompiled.spec.config.hardware.xla_lengths is None
 
 
 def test_ragged_inputs_must_not_contain_the_padding_either(float64):

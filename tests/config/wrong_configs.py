@@ -269,13 +269,10 @@ CONFIG = {
         "accumulation.effective_batch_size must be given with "
         "accumulation.micro_batch_tokens."
     ),
-    (
-        "train accumulation.micro_batch_tokens=512 hardware.xla=fastest "
-        "hardware.xla_lengths=null"
-    ): (
-        "hardware.xla must be auto or false with accumulation.micro_batch_tokens and "
-        "hardware.xla_lengths=null: XLA would compile once for each length. "
-        "Received: 'fastest'."
+    "train accumulation.micro_batch_tokens=512 hardware.xla=fastest": (
+        "hardware.xla must be auto or false with accumulation.micro_batch_tokens, "
+        "unless hardware.xla_lengths is auto or a list: XLA would compile once for "
+        "each length. Received: 'fastest'."
     ),
     "train hardware.xla_lengths=[64,128]": (
         "hardware.xla_lengths must be auto or null without "
@@ -289,8 +286,8 @@ CONFIG = {
         "Received: [20, 128]."
     ),
     "train accumulation.micro_batch_tokens=512 hardware.xla_lengths=[128,64]": (
-        "hardware.xla_lengths must be auto, null, or a list of increasing whole "
-        "numbers of at least 1. Received: [128, 64]."
+        "hardware.xla_lengths must be auto, null, or a list of at most 32 increasing "
+        "whole numbers of at least 1. Received: [128, 64]."
     ),
     "train accumulation.micro_batch_tokens=512 hardware.fused_attention=true": (
         "hardware.fused_attention must be false or auto with "

@@ -431,8 +431,8 @@ PREPARED_TOO = {
         "Received: 'sqlite:///file'."
     ),
     f"train {MLP} tracking.uri=http://me:secret@127.0.0.1:{{open}}": (
-        "tracking.uri must be a store that answers (…). Received: "
-        "'http://***@127.0.0.1:{open}'."
+        "tracking.uri must be a store that answers (…), or tracking.when_unreachable "
+        "must be offline or wait. Received: 'http://***@127.0.0.1:{open}'."
     ),
     f"train {MLP} tracking.uri=sqlite:///store.db tracking.experiment=old": (
         "tracking.experiment is deleted; restore it or choose another name. Received: "

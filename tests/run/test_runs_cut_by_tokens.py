@@ -168,10 +168,10 @@ def test_xla_compiles_a_run_for_a_few_lengths_which_are_recorded(folder):
     assert run["train/tokens"] == histories(folder, "tokens")["train/tokens"]
 
     # A run that is resumed has the lengths of its record, in place of `auto`.
-    some = (KILL, "training.checkpoint_every=1", "hardware.xla_lengths=[8,16,44]")
+    some = (KILL, "training.checkpoint_every=1", "hardware.xla_lengths=[8,44]")
     trained(folder, "killed xla", *compiled, *some, status=-9, AT="7")
     done = pipeline("resume", "killed xla", "hardware.xla_lengths=auto", cwd=folder)
-    assert "XLA at lengths 8, 16, 44 (" in done.stderr
+    assert "XLA at lengths 8, 44;" in done.stderr
     assert_same_updates(histories(folder, "killed xla"), run)
 
 

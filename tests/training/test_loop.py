@@ -384,9 +384,9 @@ class CtrlC(Rows):
             raise KeyboardInterrupt
 
 
-def results(loss, *, norm=1.0, tokens=math.nan, shapes=0.0, noise=()):
+def results(loss, *, norm=1.0, tokens=math.nan, shapes=0.0, lengths=0.0, noise=()):
     """Return packed results of `NAMES`, and of two estimates of the noise."""
-    return tf.constant([loss, norm, 0.1, *noise, tokens, shapes], tf.float64)
+    return tf.constant([loss, norm, 0.1, *noise, tokens, shapes, lengths], tf.float64)
 
 
 def recorder(rows: Rows, losses: list[float]) -> Recorder:
@@ -472,41 +472,62 @@ def test_an_update_that_is_traced_again_is_no_other_either():
     assert run.rows.performance[-1]["compile_seconds"] >= 2
 
 
-def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkeypatch):
-    now = [0.0]
-    rows = Rows()
-    clock = SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 0.0)
-    monkeypatch.setattr("pipeline.training.recorder.time", clock)
-    plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
-    layout = ResultLayout(NAMES)
-    recorder = Recorder(rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout)
-    recorder.start_clock()
+class TimedRecorder:
+    """A recorder of updates that end at given seconds."""
 
-    def add(update, second, shapes, traces=1):
-        now[0] = second
-        recorder.add(update, results(1.0, shapes=shapes), traces)
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.rows = Rows()
+        clock = SimpleNamespace(perf_counter=lambda: self.now, time=lambda: 0.0)
+        monkeypatch.setattr("pipeline.training.recorder.time", clock)
+        plan = Plan(Batching(SIZE, SIZE, 1), EXAMPLES, 100)
+        layout = ResultLayout(NAMES)
+        self.recorder = Recorder(
+            self.rows, plan, 1, lambda: 0, Progress(plan.updates), layout=layout
+        )
+        self.recorder.start_clock()
 
-    def seconds():
+    def add(self, update, second, traces=1, **compiled):
+        self.now = second
+        self.recorder.add(update, results(1.0, **compiled), traces)
+
+    def seconds(self):
         pairs = []
-        for row in rows.performance:
+        for row in self.rows.performance:
             pairs.append((row.get("update_seconds"), row["compile_seconds"]))
         return pairs
 
-    add(2, second=10.0, shapes=7.0)
-    assert seconds() == []  # it is traced, and waits for the next one
-    add(3, second=12.0, shapes=7.0)
-    assert seconds() == [(2.0, 10.0)] * 2
-    add(4, second=17.0, shapes=8.0)
-    assert seconds()[2:] == [(None, 15.0)]
+
+def test_the_seconds_of_updates_are_without_those_of_compiling_new_shapes(monkeypatch):
+    timed = TimedRecorder(monkeypatch)
+    timed.add(2, second=10.0, shapes=7.0)
+    assert timed.seconds() == []  # it is traced, and waits for the next one
+    timed.add(3, second=12.0, shapes=7.0)
+    assert timed.seconds() == [(2.0, 10.0)] * 2
+    timed.add(4, second=17.0, shapes=8.0)
+    assert timed.seconds()[2:] == [(None, 15.0)]
     monkeypatch.setattr("pipeline.training.recorder.FETCH_SECONDS", 100.0)
-    add(5, second=20.0, shapes=7.0)
-    add(6, second=60.0, shapes=9.0)
-    add(7, second=62.0, shapes=9.0)
-    add(8, second=92.0, shapes=9.0, traces=2)
-    add(9, second=93.0, shapes=9.0, traces=2)
-    recorder.fetch()
+    timed.add(5, second=20.0, shapes=7.0)
+    timed.add(6, second=60.0, shapes=9.0)
+    timed.add(7, second=62.0, shapes=9.0)
+    timed.add(8, second=92.0, shapes=9.0, traces=2)
+    timed.add(9, second=93.0, shapes=9.0, traces=2)
+    timed.recorder.fetch()
     # 3 + 2 + 1 seconds for three updates; 40 + 30 more to compile.
-    assert seconds()[3:] == [(2.0, 85.0)] * 5
+    assert timed.seconds()[3:] == [(2.0, 85.0)] * 5
+
+
+def test_an_update_that_compiles_a_further_length_counts_as_compilation(monkeypatch):
+    timed = TimedRecorder(monkeypatch)
+    timed.add(1, second=10.0, lengths=0b001)
+    timed.add(2, second=11.0, lengths=0b001)
+    assert timed.seconds() == [(1.0, 10.0)] * 2
+    timed.add(3, second=31.0, lengths=0b110)
+    # All lengths are compiled now, though no update before had these.
+    timed.add(4, second=33.0, lengths=0b101)
+    timed.add(5, second=34.0, lengths=0b011)
+    timed.add(6, second=35.0, lengths=0)
+    assert timed.seconds()[2:] == [(None, 30.0), (2.0, 30.0), (1.0, 30.0), (1.0, 30.0)]
 
 
 class FakeTime:
