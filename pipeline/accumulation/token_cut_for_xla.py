@@ -174,7 +174,8 @@ def _positions(
         costs: the padded lengths of the sequences, (examples, sequences), in order.
         ends: where the micro-batches end.
     """
-    examples, sequences = examples_in(costs), costs.shape[1]
+    examples = examples_in(costs)
+    sequences = costs.shape[1]
     micro_batch_of = tf.searchsorted(ends, tf.range(examples), "right")
     longest = tf.math.unsorted_segment_max(costs, micro_batch_of, examples_in(ends))
     lengths = tf.where(

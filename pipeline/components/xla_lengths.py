@@ -125,7 +125,8 @@ class _Sample:
         )
         def positions(lengths: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             parts = _parts_of(lengths)
-            x, others = parts[:inputs], parts[inputs:]
+            x = parts[:inputs]
+            others = parts[inputs:]
             with_xla = internals.cut_for_xla((x, others), limit)
             without = internals.cut_by_tokens(x, limit)
             return with_xla.counts.positions, without.counts.positions
