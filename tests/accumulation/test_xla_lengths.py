@@ -86,7 +86,8 @@ def test_full_micro_batches_have_one_shape_for_each_length(
         assert sorted(cut.order.numpy()) == [*range(count)]
 
         longest = np.maximum(inputs, labels)
-        begin, end = int(cut.for_xla.begin), int(cut.for_xla.end)
+        begin = int(cut.for_xla.begin)
+        end = int(cut.for_xla.end)
         bounds = [0, *cut.ends.numpy()]
         assert begin in bounds
         assert end in bounds

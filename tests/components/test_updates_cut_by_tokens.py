@@ -33,10 +33,11 @@ CONFIG = (
 TOKENS = "accumulation.micro_batch_tokens=100"
 
 
-def texts(last: int = 1, whole: bool = False) -> Data:
+def texts(last: int = 1, keeps_last: bool = False) -> Data:
     """Return texts of 1 to 40 tokens from 1 on; the last text begins with `last`.
 
-    The inputs of a `whole` text are one token longer than its labels.
+    With `keeps_last`, an input has the last token of its text, too, so that it is one
+    longer than its labels.
     """
     numbers = np.random.default_rng(0)
     lengths = 2 + np.minimum(numbers.geometric(0.1, 40), 39)
@@ -45,7 +46,8 @@ def texts(last: int = 1, whole: bool = False) -> Data:
 
     def examples():
         for row in rows:
-            yield (row if whole else row[:-1]), row[1:]
+            x = row if keeps_last else row[:-1]
+            yield x, row[1:]
 
     spec = tf.TensorSpec([None], tf.int32)
     split = tf.data.Dataset.from_generator(examples, output_signature=(spec, spec))
@@ -145,7 +147,7 @@ def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64
     shorter_labels = (
         TOKENS,
         "dataset.pad.multiple=1",
-        "+dataset.whole=true",
+        "+dataset.keeps_last=true",
         "+model.drops_last=true",
     )
     parts_of(*shorter_labels)  # is accepted without XLA
