@@ -110,7 +110,7 @@ PREPARED = {
     "train model._target_=mine.one_argument": (
         "model.filters must be an argument of mine.one_argument; a model of your own "
         "belongs in a complete file, conf/model/NAME.yaml, which --config-dir "
-        "conf model=NAME. Received: 'filters'. Choices: x."
+        "conf model=NAME selects. Received: 'filters'. Choices: x."
     ),
     "train dataset=tfds dataset.name=null": (
         "dataset must give exactly one of name and builder. Received: {…}."
