@@ -6,7 +6,7 @@ The update equals that of the dense large batch.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -90,19 +90,29 @@ def loss() -> keras.losses.Loss:
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def optimizer_for(name: str, model: keras.Model) -> keras.optimizers.Optimizer:
-    options = OPTIONS.get(name, {})
+def optimizer_for(
+    name: str, model: keras.Model, options: Mapping[str, Any]
+) -> keras.optimizers.Optimizer:
     optimizer = getattr(keras.optimizers, name)(learning_rate=0.1, **options)
     optimizer.build(model.trainable_variables)
     return optimizer
 
 
-def large_batch(name: str, model: keras.Model, *, dense: bool) -> list[np.ndarray]:
+def large_batch(
+    name: str,
+    model: keras.Model,
+    *,
+    dense: bool,
+    options: Mapping[str, Any] | None = None,
+) -> list[np.ndarray]:
     """Return the weights after training on whole effective batches.
 
-    Gradients are applied as the tape has them, or as dense tensors.
+    Gradients are applied as the tape has them, or as dense tensors. The options of the
+    optimizer are those of `OPTIONS` by default.
     """
-    optimizer = optimizer_for(name, model)
+    if options is None:
+        options = OPTIONS.get(name, {})
+    optimizer = optimizer_for(name, model, options)
     cross_entropy = loss()
     scale = optimizer.loss_scale_factor or 1
     for x, y in batches():
@@ -126,7 +136,7 @@ def accumulated(
     strategy = strategy_on(devices)
     with strategy.scope():
         model = build()
-        optimizer = optimizer_for(name, model)
+        optimizer = optimizer_for(name, model, OPTIONS.get(name, {}))
     update = Update(
         model,
         loss(),
@@ -161,18 +171,35 @@ def test_every_optimizer_takes_the_step_of_the_dense_large_batch(name):
     assert deviation(accumulated(name, build, 7), expected) < 1e-12
 
 
-def test_what_keras_itself_makes_of_rows_that_were_looked_up_twice_is_another_step():
+def distance_of_keras_step(name: str, **options: float) -> float:
+    """Return how far Keras' steps with rows end from those with dense gradients."""
+    of_rows = large_batch(name, build(), dense=False, options=options)
+    expected = large_batch(name, build(), dense=True, options=options)
+    return deviation(of_rows, expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest", "largest"),
+    [
+        ("SGD", 0, 1e-12),
+        ("Lion", 0, 1e-12),
+        ("Adadelta", 1e-4, 1e-3),
+        ("Adam", 0.1, 1),
+        ("RMSprop", 0.1, 1),
+    ],
+)
+def test_keras_own_step_differs_if_it_squares_gradients(name, smallest, largest):
     """The negative control.
 
-    Keras' Adam takes the square of each of a row's gradients, not of their sum.
+    For a row that was looked up twice, Keras squares each gradient, not their sum.
     """
+    assert smallest <= distance_of_keras_step(name) <= largest
 
-    def difference(name: str) -> float:
-        of_rows = large_batch(name, build(), dense=False)
-        return deviation(of_rows, large_batch(name, build(), dense=True))
 
-    assert difference("Adam") > 1e-3
-    assert difference("SGD") < 1e-2
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm", "clipvalue"])
+def test_keras_clips_the_gradients_of_a_row_separately(option):
+    """The negative control, for an optimizer that does not square gradients."""
+    assert distance_of_keras_step("SGD", **{option: 0.01}) > 1e-6
 
 
 @pytest.mark.slow

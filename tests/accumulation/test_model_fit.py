@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras import layers
 
 from pipeline.accumulation import AccumulatingModel
+from tests.accumulation import reference
 from tests.accumulation.fitting import (
     CASES,
     EXACT,
@@ -69,6 +70,35 @@ def test_fit_is_that_of_the_large_batches(name, devices):
     # It does learn.
     first_loss, *_, last_loss = theirs.history["loss"]
     assert last_loss < first_loss
+
+
+class AdamOfDenseGradients(keras.optimizers.Adam):
+    """An Adam that gets the gradient of an embedding as a dense tensor."""
+
+    def apply(self, grads, trainable_variables=None):
+        grads = reference.dense(grads)
+        return super().apply(grads, trainable_variables)
+
+
+def test_fit_with_an_embedding_and_adam_is_that_of_the_dense_gradient():
+    """Keras' own step squares each gradient of a row that was looked up twice."""
+    make, data, _ = CASES["masked"]
+
+    def fitted_with(optimizer, model):
+        def compiled():
+            return {"optimizer": optimizer(0.05), "loss": cross_entropy()}
+
+        return trained(model, compiled, data)
+
+    adam = keras.optimizers.Adam
+    ours = fitted_with(adam, AccumulatingModel(build(make), 5))
+    assert_equal(ours, fitted_with(AdamOfDenseGradients, build(make)))
+
+    # The negative control.
+    by_keras = fitted_with(adam, build(make))
+    table, *_ = ours.weights
+    keras_table, *_ = by_keras.weights
+    assert np.abs(table - keras_table).max() > 0.05
 
 
 def pop_output_losses(fitted):
