@@ -60,6 +60,7 @@ from .noise_scale import gradient_noise_of_micro_batch
 from .objective import Losses, Metrics, Objective, by_name
 from .padding import padded_inputs
 from .padding_checks import prepared_for_tokens
+from .ragged_checks import check_takes_ragged
 from .same_noise import Key, noise_by_position, noisy_layers
 from .token_cut import TokenLimit, micro_batch_limit
 from .xla import without_cudnn
@@ -134,8 +135,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             labels, the micro-batch size is not positive, an input is sparse, a part of
             the model cannot be computed in micro-batches, no variables are given
             without a model, loss weights or metrics are given without a model or beside
-            an `Objective`, the `Objective` has losses over the effective batch, or with
-            `micro_batch_tokens` the result would depend on padding.
+            an `Objective`, the `Objective` has losses over the effective batch, with
+            `micro_batch_tokens` the result would depend on padding, or without it the
+            inputs are ragged but the model takes dense ones alone.
     """
     if model is None:
         if variables is None or not callable(loss):
@@ -154,6 +156,8 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
     if isinstance(limit, TokenLimit):
         batch = prepared_for_tokens(model, batch)
+    else:
+        check_takes_ragged(model, batch)
     settings = MicroBatchSettings(
         model,
         objective,

@@ -24,7 +24,13 @@ from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
 from .objective import Objective, by_name
 from .padding import padded_parts
-from .token_cut import check_positive, micro_batch_limit
+from .ragged_checks import check_takes_ragged
+from .token_cut import (
+    TokenLimit,
+    check_lengths_for_xla,
+    check_positive,
+    micro_batch_limit,
+)
 from .update import Update
 
 
@@ -59,7 +65,8 @@ class AccumulatingModel(keras.Model):
         name, dtype, trainable: see `keras.Model`.
 
     Raises:
-        ValueError: `inner` cannot be trained this way, or the micro-batch size is not a
+        ValueError: `inner` cannot be trained this way, there is neither a
+            `micro_batch_size` nor `micro_batch_tokens`, or one of them is not a
             positive integer.
     """
 
@@ -88,7 +95,7 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        if micro_batch_tokens is None or micro_batch_size is not None:
+        if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
         micro_batch_limit(
             micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
@@ -179,8 +186,9 @@ class AccumulatingModel(keras.Model):
         under a strategy, and for ragged input without `xla_lengths`.
 
         Raises:
-            ValueError: the optimizer has `gradient_accumulation_steps`, or
-                `run_eagerly` is true.
+            ValueError: the optimizer has `gradient_accumulation_steps`, `run_eagerly`
+                is true, or `jit_compile` is true with `micro_batch_tokens` but without
+                `xla_lengths`.
         """
         if run_eagerly:
             rule = "run_eagerly must be False: micro-steps are traced"
@@ -194,6 +202,14 @@ class AccumulatingModel(keras.Model):
                     "leave gradient_accumulation_steps out"
                 )
                 raise ValueError(f"{rule}. Received: {steps}")
+        limit = micro_batch_limit(
+            self.micro_batch_size,
+            self.micro_batch_tokens,
+            self.pad_multiple,
+            self.xla_lengths,
+        )
+        if isinstance(limit, TokenLimit):
+            check_lengths_for_xla(limit, jit_compile)
         self._micro_steps_by_xla = jit_compile
         self._objective: Objective | None = None
         self._update: Update | None = None
@@ -312,8 +328,14 @@ class AccumulatingModel(keras.Model):
         return self._strategy.run(predict_share)
 
     def _dense(self, parts: tuple[Nest, Nest, Nest]) -> tuple[Nest, Nest, Nest]:
-        """Return `(x, y, sample_weight)`, padded if micro-batches are."""
+        """Return `(x, y, sample_weight)`, padded if micro-batches are.
+
+        Raises:
+            ValueError: inputs that are not padded are ragged, but `inner` takes dense
+                ones alone.
+        """
         if self.micro_batch_tokens is None:
+            check_takes_ragged(self.inner, parts)
             return parts
         return padded_parts(parts, self.pad_multiple)
 

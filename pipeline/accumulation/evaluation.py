@@ -24,6 +24,7 @@ from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
 from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
 from .padding_checks import prepared_for_tokens
+from .ragged_checks import check_takes_ragged
 from .token_cut import TokenLimit, check_lengths_for_xla, dealt, micro_batch_limit
 from .xla import check_jit_compile, compiled_by_xla, without_cudnn
 
@@ -92,7 +93,8 @@ class Evaluation:
             batch: the batch, or the `Share` of it that this process has read.
 
         Raises:
-            ValueError: with `micro_batch_tokens`, the result would depend on padding.
+            ValueError: with `micro_batch_tokens`, the result would depend on padding;
+                without it, the inputs are ragged but the model takes dense ones alone.
         """
         sums, _ = self.observed(batch)
         return sums
@@ -111,6 +113,8 @@ class Evaluation:
             if not self.objective.over_batch:
                 replicas = self.strategy.num_replicas_in_sync
                 batch = dealt(batch, replicas, limit.pad_multiple)
+        else:
+            check_takes_ragged(self.model, batch)
         sums, outputs, observations = self.strategy.run(self._evaluate, args=(batch,))
         sums = reduce(self.strategy, sums, self.reductions_ready)
         sums = of_first_replica(self.strategy, sums)

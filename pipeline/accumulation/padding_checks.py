@@ -170,14 +170,19 @@ def _check_outputs(model: keras.Model, x: Nest) -> None:
 def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
     """Reject a model whose results for an example change with more padding."""
     rounding = _rounding(model)
-    remedy = "mask the padding, or cut by micro_batch_size alone"
+    otherwise = "or cut padded batches by micro_batch_size alone"
 
     outputs = zip(alone.outputs, longer.outputs, strict=True)
     if not all(_close(*pair, rounding) for pair in outputs):
         rule = "must give the same outputs with more padding at the end of an example"
-        name = _first_that_differs(alone, longer, rounding) or model.name
+        remedy = "mask the padding"
+        received = model.name
+        call = _first_that_differs(alone, longer, rounding)
+        if call is not None:
+            remedy, received = _remedy_for(call)
         raise ValueError(
-            f"model {rule}, with micro_batch_tokens: {remedy}. Received: {name}"
+            f"model {rule}, with micro_batch_tokens: {remedy}, {otherwise}. "
+            f"Received: {received}"
         )
     if longer.mask_counts_padding:
         rule = "must mask padding with zeros in its outputs"
@@ -187,9 +192,44 @@ def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
     for name, loss in alone.added.items():
         if not _close(loss, longer.added[name], rounding):
             rule = "must add the same loss with more padding at the end of an example"
+            remedy = "leave padding out of it"
             raise ValueError(
-                f"model {rule}, with micro_batch_tokens: {remedy}. Received: {name}"
+                f"model {rule}, with micro_batch_tokens: {remedy}, {otherwise}. "
+                f"Received: {name}"
             )
+
+
+def _remedy_for(call: _LayerCall) -> tuple[str, str]:
+    """Return what to do about a layer that depends on padding, and its description."""
+    layer = f"{call.layer.name} ({type(call.layer).__name__})"
+    if call.has_mask:
+        remedy = "use a layer that respects the mask of its inputs"
+        return remedy, f"{layer}, which ignores the mask"
+    if call.mask_dropped_by is not None:
+        dropping = call.mask_dropped_by
+        remedy = "use layers that pass their mask on"
+        reason = f"{dropping.name} ({type(dropping).__name__}) drops one"
+        return remedy, f"{layer}, whose inputs have no mask: {reason}"
+    remedy = "mask the padding, as Masking or Embedding(mask_zero=True) does"
+    return remedy, f"{layer}, whose inputs have no mask"
+
+
+@dataclass(frozen=True)
+class _LayerCall:
+    """A call of a layer in a trial.
+
+    Attributes:
+        layer: the layer.
+        outputs: the numbers in the outputs.
+        has_mask: whether an input has a mask.
+        mask_dropped_by: the last layer, among those called before, that got a mask but
+            does not support masks, so that its outputs have none; None if no layer did.
+    """
+
+    layer: keras.Layer
+    outputs: list[np.ndarray]
+    has_mask: bool
+    mask_dropped_by: keras.Layer | None
 
 
 @dataclass(frozen=True)
@@ -200,13 +240,13 @@ class _Trial:
         outputs: the outputs of the model.
         mask_counts_padding: whether the mask of an output is true for padding.
         added: by the name of a layer, the sum of the losses that it adds.
-        by_layer: the outputs of a layer's call, by its name and the number of the call.
+        calls: the calls of layers, by the layer's name and the number of its call.
     """
 
     outputs: list[np.ndarray]
     mask_counts_padding: bool
     added: dict[str, np.ndarray]
-    by_layer: dict[tuple[str, int], list[np.ndarray]]
+    calls: dict[tuple[str, int], _LayerCall]
 
 
 def _trial(
@@ -227,17 +267,23 @@ def _trial(
         return None
     example = tf.nest.pack_sequence_as(x, leaves)
 
-    by_layer: dict[tuple[str, int], list[np.ndarray]] = {}
+    calls: dict[tuple[str, int], _LayerCall] = {}
+    mask_dropped_by: keras.Layer | None = None
 
     def recording(layer: keras.Layer) -> Callable[..., Any]:
         keras_call = layer.call
-        calls = 0
+        count = 0
 
         def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal calls
+            nonlocal count, mask_dropped_by
             outputs = keras_call(*arguments, **options)
-            by_layer[layer.name, calls] = _arrays(outputs)
-            calls += 1
+            has_mask = _has_mask(arguments, options)
+            calls[layer.name, count] = _LayerCall(
+                layer, _arrays(outputs), has_mask, mask_dropped_by
+            )
+            count += 1
+            if has_mask and not layer.supports_masking:
+                mask_dropped_by = layer
             return outputs
 
         return call
@@ -260,7 +306,15 @@ def _trial(
     counts_padding = any(
         _counts_padding(output, length) for output in tf.nest.flatten(outputs)
     )
-    return _Trial(_arrays(outputs), bool(counts_padding), added, by_layer)
+    return _Trial(_arrays(outputs), bool(counts_padding), added, calls)
+
+
+def _has_mask(arguments: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether a layer is called with a mask, or with inputs that have one."""
+    if options.get("mask") is not None:
+        return True
+    leaves = tf.nest.flatten((arguments, options))
+    return any(mask_of(leaf) is not None for leaf in leaves)
 
 
 def _example(
@@ -345,10 +399,13 @@ def _close(value: np.ndarray, longer: np.ndarray, rounding: float) -> bool:
     )
 
 
-def _first_that_differs(alone: _Trial, longer: _Trial, rounding: float) -> str | None:
-    """Return the name of the first layer, in order of calls, whose outputs change."""
-    for key, outputs in alone.by_layer.items():
-        pairs = zip(outputs, longer.by_layer.get(key, outputs), strict=True)
+def _first_that_differs(
+    alone: _Trial, longer: _Trial, rounding: float
+) -> _LayerCall | None:
+    """Return the first call of a layer whose outputs change."""
+    for key, call in alone.calls.items():
+        same_call = longer.calls.get(key, call)
+        pairs = zip(call.outputs, same_call.outputs, strict=True)
         if not all(_close(*pair, rounding) for pair in pairs):
-            return key[0]
+            return call
     return None

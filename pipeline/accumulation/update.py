@@ -40,6 +40,7 @@ from .moving_statistics import assign_moving_statistics
 from .objective import Losses, Objective
 from .padding import padded_inputs
 from .padding_checks import check_noise, prepared_for_tokens
+from .ragged_checks import check_takes_ragged
 from .same_noise import draw_noise_seeds, noisy_layers
 from .token_cut import (
     CutCounts,
@@ -235,8 +236,9 @@ class Update:
         Raises:
             ValueError: the call is in a strategy's scope, no variable has a gradient,
                 the model or the batch does not allow `same_noise` or `loss_over`,
-                `Batches` come with several replicas or with `jit_compile=True`, or with
-                `micro_batch_tokens` the update would depend on padding.
+                `Batches` come with several replicas or with `jit_compile=True`, with
+                `micro_batch_tokens` the update would depend on padding, or without it
+                the inputs are ragged but the model takes dense ones alone.
         """
         batch = self._prepared(batch)
         metrics = list(self.measured.values())
@@ -300,9 +302,10 @@ class Update:
         return self._sums(batch, self._context(batch, measure_gradient_noise))
 
     def _prepared(self, batch: Nest | Share | Batches) -> Nest | Share | Batches:
-        """Check a batch that is cut by tokens, weigh its positions, and deal it."""
+        """Check the batch; if it is cut by tokens, weigh its positions and deal it."""
         limit = self.token_limit
         if limit is None:
+            check_takes_ragged(self.model, batch)
             return batch
         batch = prepared_for_tokens(self.model, batch)
         if self.objective.over_batch:

@@ -14,6 +14,8 @@ from keras import layers, losses
 from pipeline.accumulation import (
     AccumulatingModel,
     AccumulatingOptimizer,
+    Evaluation,
+    Update,
     accumulate_gradients,
 )
 from tests.accumulation.replicas import strategy_on
@@ -76,7 +78,7 @@ NOT_CALLED = "which is not called here"
         (dense, 0, INTEGER + "0"),
         (dense, True, INTEGER + "True"),
         (dense, 2.5, INTEGER + "2.5"),
-        (dense, None, INTEGER + "None"),
+        (dense, None, "there must be a micro_batch_size or micro_batch_tokens"),
         (lambda: layers.Dense(3), 4, "inner must be a keras.Model. Received: Dense"),
         (
             lambda: OwnStep([layers.Dense(3)]),
@@ -112,6 +114,56 @@ def test_what_cannot_be_trained_is_refused(inner, size, message):
     with pytest.raises(ValueError) as refused:
         AccumulatingModel(inner(), size)
     assert message in str(refused.value)
+
+
+def test_xla_without_lengths_is_refused_by_compile():
+    model = AccumulatingModel(dense(), micro_batch_tokens=8)
+    with pytest.raises(ValueError, match=r"jit_compile must be .* Received: True$"):
+        model.compile("sgd", cross_entropy(), jit_compile=True)
+
+    with_lengths = AccumulatingModel(dense(), micro_batch_tokens=8, xla_lengths=[8])
+    with_lengths.compile("sgd", cross_entropy(), jit_compile=True)
+
+
+def pooled():
+    """Return a model of dense sequences, in which Keras fails with ragged ones."""
+    return keras.Sequential(
+        [
+            keras.Input((None,), dtype="int64"),
+            layers.Embedding(9, 4, mask_zero=True),
+            layers.GlobalAveragePooling1D(),
+            layers.Dense(3),
+        ]
+    )
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_ragged_inputs_need_a_cut_by_tokens(method):
+    x = tf.ragged.constant([[1, 2], [3], [4, 5, 6, 7]], dtype=tf.int64)
+    data = tf.data.Dataset.from_tensor_slices((x, [0, 1, 2])).batch(3)
+    model = AccumulatingModel(pooled(), 2)
+    model.compile("sgd", cross_entropy())
+    message = r"^micro_batch_tokens must be given, .* Received: sequential"
+    with pytest.raises(ValueError, match=message):
+        getattr(model, method)(data, verbose=0)
+
+    by_tokens = AccumulatingModel(pooled(), 2, micro_batch_tokens=6)
+    by_tokens.compile("sgd", cross_entropy())
+    getattr(by_tokens, method)(data, verbose=0)
+
+
+def test_ragged_inputs_of_the_update_and_the_kernel_too():
+    x = tf.ragged.constant([[1, 2], [3], [4, 5, 6, 7]], dtype=tf.int64)
+    batch = (x, tf.constant([0, 1, 2]))
+    message = "micro_batch_tokens must be given"
+    with pytest.raises(ValueError, match=message):
+        accumulate_gradients(pooled(), cross_entropy(), batch, 2)
+    update = Update(pooled(), cross_entropy(), keras.optimizers.SGD(), 2)
+    with pytest.raises(ValueError, match=message):
+        tf.function(update)(batch)
+    evaluation = Evaluation(pooled(), cross_entropy(), 2)
+    with pytest.raises(ValueError, match=message):
+        tf.function(evaluation)(batch)
 
 
 @pytest.mark.parametrize("make", [float8, stateful])

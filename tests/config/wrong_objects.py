@@ -75,8 +75,9 @@ PREPARED = {
     "train experiment=text model._target_=mine.pooled accumulation.micro_batch_tokens=9": (
         "accumulation.micro_batch_tokens must be null, as padding would change the "
         "update (model must give the same outputs with more padding at the end of an "
-        "example, with micro_batch_tokens: mask the padding, or cut by "
-        "micro_batch_size alone. Received: …). Received: 9."
+        "example, with micro_batch_tokens: mask the padding, as Masking or "
+        "Embedding(mask_zero=True) does, or cut padded batches by micro_batch_size "
+        "alone. Received: …). Received: 9."
     ),
     "train model._target_=mine.recurrent accumulation.same_noise=true": (
         "accumulation.same_noise must be auto, which names them, or false: some layers "
