@@ -165,7 +165,10 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         rule = f"must have a record that can be read ({first_line(error)})"
         raise ConfigError("RUN_ID", rule, run_id) from error
     if "config.yaml" not in contents:
-        rule = "must be a run that recorded its config (config.yaml)"
+        rule = (
+            "must be a run that recorded its config (config.yaml), as pipeline train "
+            "does: one that your own fit has logged has none"
+        )
         raise ConfigError("RUN_ID", rule, run_id)
     gate.check_size(contents["config.yaml"])
 

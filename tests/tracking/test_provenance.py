@@ -893,7 +893,11 @@ def test_nothing_was_created_for_what_was_refused(refused):
             "no such run",
             "RUN_ID must name one run of the store sqlite:///",
         ),
-        ("no record", "RUN_ID must be a run that recorded its config (config.yaml)"),
+        (
+            "no record",
+            "RUN_ID must be a run that recorded its config (config.yaml), as pipeline "
+            "train does: one that your own fit has logged has none",
+        ),
         ("no store", "tracking.uri must be a store that exists"),
         (
             "deleted",
