@@ -334,7 +334,7 @@ class Client:
         threading.Thread(target=heartbeats.exchange, daemon=True).start()
 
     def fail(self, reason: Mapping[str, str]) -> None:
-        """Notify the chief why this worker ends.
+        """Tell the chief why this worker ends.
 
         Args:
             reason: a dict with the key `failed` or `refused` and the reason.

@@ -74,7 +74,7 @@ class Certificate:
     def verdict(self) -> str:
         """The result in words, as the end of the sentence that is printed."""
         if self.fault:
-            return f"different; at fault is {self.fault}"
+            return f"different; the cause is {self.fault}"
         return "equal within rounding"
 
 
@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="pipeline verify", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument(
-        "--all", action="store_true", help="print each comparison, of each variable"
+        "--all", action="store_true", help="print the comparison of each variable"
     )
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
     parser.add_argument(

@@ -58,7 +58,7 @@ def test_a_layer_that_looks_at_its_batch_is_named(tmp_path):
         "verify", "--config-dir", "conf", "model=centred", cwd=tmp_path, status=3
     )
     fault = "in_the_middle (Centred): its output for an example depends on the other"
-    assert f"different; at fault is {fault}" in done.stdout
+    assert f"different; the cause is {fault}" in done.stdout
     assert "DIFFERENT" in done.stdout
     names = {path.name for path in tmp_path.iterdir()}
     assert names - {"__pycache__"} == {"conf", "mine.py"}

@@ -44,14 +44,14 @@ def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(
             verdict = "equal within rounding"
         elif "validation" in name:
             status = 3
-            verdict = "different; at fault is the evaluation"
+            verdict = "different; the cause is the evaluation"
         elif name in ("stale_metric", "wrong_labels"):
             status = 3
-            verdict = "different; at fault is the metric "
+            verdict = "different; the cause is the metric "
         else:
             status = 3
             fault = "no layer and no loss, but the update itself"
-            verdict = f"different; at fault is {fault}"
+            verdict = f"different; the cause is {fault}"
         assert result["status"] == status
         sentence = f"micro-batches of 4 and one of the whole batch are {verdict}"
         assert sentence in result["out"].partition("apart")[0]
