@@ -118,7 +118,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="pipeline verify", description=_DESCRIPTION, allow_abbrev=False
     )
     parser.add_argument(
-        "--all", action="store_true", help="print the comparison of each variable"
+        "--all", action="store_true", help="print the differences of each variable"
     )
     parser.add_argument("--log", action="store_true", help="log the result to MLflow")
     parser.add_argument(
@@ -294,7 +294,7 @@ def _fault(
             return f"the state {finding.what}"
     if all(finding.kind == "metric" for finding in differing):
         return _differing_results(update, differing)
-    return "no layer and no loss, but the update itself"
+    return "the update itself, not a layer or a loss"
 
 
 def _differing_results(update: Update, differing: Sequence[Difference]) -> str:

@@ -50,7 +50,7 @@ def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(
             verdict = "different; the cause is the metric "
         else:
             status = 3
-            fault = "no layer and no loss, but the update itself"
+            fault = "the update itself, not a layer or a loss"
             verdict = f"different; the cause is {fault}"
         assert result["status"] == status
         sentence = f"micro-batches of 4 and one of the whole batch are {verdict}"
