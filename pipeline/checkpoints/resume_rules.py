@@ -104,20 +104,41 @@ class Continuation:
         provenance.check_dataset(recorded, dataset, self.run_id)
 
     def check(self, updater: Update, plan: RunPlan) -> None:
-        """Check that the checkpoint fits, and that the run is not complete.
+        """Check that the checkpoint and the code fit, and that the run is not complete.
 
-        Without a checkpoint, nothing is checked.
+        Call this once the user's code is imported.
 
         Raises:
             ConfigError: the checkpoint does not fit the model or the batches, or is
                 beyond the horizon; or the run has finished, at its horizon or by a
-                callback.
+                callback; or the user's code has changed, and
+                `training.accept_changed_code` is false.
         """
+        if self.checkpoint is not None:
+            self._check_checkpoint(self.checkpoint, updater, plan)
+        files_changed = self._changed_code()
+        if files_changed and not self.spec.config.training.accept_changed_code:
+            names = ", ".join(files_changed)
+            rule = (
+                f"must have the code of the run, but it has changed since: {names}; "
+                "training.accept_changed_code=true continues the run with it"
+            )
+            raise ConfigError(self.key, rule, str(self.run_dir))
+
+    def _changed_code(self) -> list[str]:
+        """Return the files of the user's code that changed after the last segment.
+
+        A run of an older version has recorded no code in its segments.
+        """
+        segments = [self.past.start.segment, *self.past.resumed]
+        return provenance.changed_code(segments[-1].get("code") or {})
+
+    def _check_checkpoint(
+        self, checkpoint: Checkpoint, updater: Update, plan: RunPlan
+    ) -> None:
         from pipeline.checkpoints import snapshot
 
-        if self.checkpoint is None:
-            return
-        meta = self.checkpoint.meta
+        meta = checkpoint.meta
         has_finished = self.past.status == "FINISHED"
         if has_finished and meta.values["stop_training"]:
             rule = (
@@ -145,6 +166,9 @@ class Continuation:
         from pipeline.checkpoints import snapshot
 
         lines = [f"continues after update {self.updates_done}", *self.changes]
+        files_changed = self._changed_code()
+        if files_changed:
+            lines.append(f"code that has changed: {', '.join(files_changed)}")
         if self.past.damage:
             lines.append(
                 f"{JOURNAL_NAME}: {self.past.damage}; what follows is trained again"

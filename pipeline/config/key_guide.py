@@ -171,6 +171,7 @@ KEY_GROUPS = (
         "For runs that begin from another run, or from its record.",
         (
             "training.resume",
+            "training.accept_changed_code",
             "start.run",
             "start.weights_only",
             "trust.allow",

@@ -122,7 +122,9 @@ class Rerun:
 
     def _say_differences_of_environment(self) -> None:
         now = provenance.environment(Path())
-        for line in provenance.differences(self.recorded.environment, now):
+        lines = provenance.differences(self.recorded.environment, now)
+        lines += provenance.changes_of_code(self.recorded.segments)
+        for line in lines:
             say(f"  differs: {line}")
 
     def _train(self, config: dict[str, Any]) -> str | None:

@@ -4,7 +4,7 @@ The record is untrusted input: its content is checked before it is used.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ class RecordedRun:
         dataset: the result of `provenance.dataset`; empty if not recorded.
         links: the interpolations in the config before it was resolved, by the dotted
             name of the key.
+        segments: the result of `provenance.segment` for each segment of the run; empty
+            if it was never resumed.
     """
 
     run: Any
@@ -40,6 +42,7 @@ class RecordedRun:
     environment: dict[str, Any]
     dataset: dict[str, Any]
     links: dict[str, str]
+    segments: Sequence[Mapping[str, Any]] = ()
 
     @property
     def run_id(self) -> str:
@@ -178,6 +181,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         environment=contents.get("environment.json", {}),
         dataset=contents.get("dataset.json", {}),
         links=former_names.current_links(contents.get("links.json", {})),
+        segments=contents.get("segments.json", ()),
     )
 
 

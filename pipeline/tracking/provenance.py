@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -65,6 +65,7 @@ NAMED = (
 )
 
 
+_OWN_FILE = re.compile(r"\w+(/\w+)*\.py")  # matches the name of a file of code
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
 # Keys that are newer than this version, with the default that changes nothing. A hash
 # does not cover such a default, so that it is that of a config without the key.
@@ -165,6 +166,7 @@ def segment(after: int, spec: resolve.RunSpec) -> dict[str, Any]:
         "cut": asdict(spec.batching),
         "hardware": hardware,
         "versions": versions,
+        "code": hashes_of_own_code(),
         "pid": os.getpid(),
     }
 
@@ -185,7 +187,7 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
             lines.append(f"code: the tree was not clean {when}")
 
     for file, digest in (recorded.get("code") or {}).items():
-        current = _hash_on_path(str(file))
+        current = _current_hash(str(file))
         if current == digest:
             continue
         problem = "not the recorded file" if current else "not found"
@@ -230,6 +232,49 @@ def _different_values(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> li
     return lines
 
 
+def changed_code(recorded: Mapping[str, Any]) -> list[str]:
+    """Return the files of the user's code that have changed since they were recorded.
+
+    Files that are no longer found are left out: if the run still needs them, the import
+    has failed.
+
+    Args:
+        recorded: the SHA-256 of each file, by its name; see `hashes_of_own_code`.
+    """
+    changed = []
+    for file, digest in recorded.items():
+        current = _current_hash(file)
+        if current is not None and current != digest:
+            changed.append(file)
+    return changed
+
+
+def changes_of_code(segments: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return one line for each segment of a run that had other code than the one before.
+
+    Only files that both segments have recorded are compared.
+
+    Args:
+        segments: the segments of the run; see `segment`. Those of older versions have
+            no code.
+    """
+    lines = []
+    before: Mapping[str, Any] = {}
+    for entry in segments:
+        code = entry.get("code") or {}
+        changed = []
+        for file, digest in code.items():
+            if _OWN_FILE.fullmatch(str(file)) and before.get(file, digest) != digest:
+                changed.append(file)
+        if changed:
+            lines.append(
+                f"code: {', '.join(changed)} changed after update {entry['after']} of "
+                "the run, when it was resumed"
+            )
+        before = code
+    return lines
+
+
 def git() -> dict[str, Any]:
     """Return the commit of the user's repository, and whether its tree is clean.
 
@@ -260,7 +305,7 @@ def hashes_of_own_code() -> dict[str, str]:
         if Path(file).name == "__init__.py":
             parts.append("__init__")
         path = "/".join(parts) + ".py"
-        digest = _hash_on_path(path)
+        digest = _current_hash(path)
         if digest is not None:
             hashes[path] = digest
     return dict(sorted(hashes.items()))
@@ -278,16 +323,22 @@ def _is_own(module: str, file: str) -> bool:
     return module.split(".")[0] not in ("pipeline", "hydra_plugins")
 
 
-def _hash_on_path(file: str) -> str | None:
-    """Return the SHA-256 of the file that Python would import, or None if none exists.
+def _current_hash(file: str) -> str | None:
+    """Return the SHA-256 of a file of code as it is now, or None if it is not found.
 
+    This is the file that Python has imported, or else the one that it would import.
     The path may come from an untrusted record: a path that could leave the folders in
     `sys.path` is rejected.
     """
-    if not re.fullmatch(r"\w+(/\w+)*\.py", file):
+    if not _OWN_FILE.fullmatch(file):
         return None
-    for folder in sys.path:
-        path = Path(folder, file)
+    # A package that is installed to be edited may be in no folder of `sys.path`.
+    name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    imported = getattr(sys.modules.get(name), "__file__", None)
+    candidates = [Path(folder, file) for folder in sys.path]
+    if imported:
+        candidates = [Path(imported)]
+    for path in candidates:
         if path.is_file():
             return hashlib.sha256(path.read_bytes()).hexdigest()
     return None

@@ -27,13 +27,14 @@ _FORMS = {
     },
     "dataset.json": provenance.DATASET,
     "links.json": {str: str},
+    "segments.json": [{"after": int, "code?": {str: str}}],
 }
 LARGEST = 16 * 2**20  # maximum size of one file of a record, in bytes
 
 
 def download(
     client: Any, run_id: str, names: Collection[str] = tuple(_FORMS)
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Any]:
     """Return the contents of a record's files, by the files' names.
 
     Files that the run does not have are left out.

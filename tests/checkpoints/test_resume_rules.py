@@ -5,6 +5,7 @@ By `pipeline resume`, and by `training.resume=auto`.
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -18,7 +19,7 @@ from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.config.resolve import resolve
-from pipeline.tracking import journal_file
+from pipeline.tracking import journal_file, provenance
 from pipeline.tracking.journal_file import Past
 from pipeline.tracking.journal_lines import RunStart
 from tests.parameters import mostly_slow
@@ -455,3 +456,56 @@ def test_in_another_precision_it_is_another_run(precision):
     rule = "hardware.precision must be that of the run, 'float32'"
     with pytest.raises(ConfigError, match=rule):
         resume_rules.changes(recorded, spec, past)
+
+
+def test_changed_code_of_ones_own_is_rejected_by_its_file(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("own_code", "own_removed", "own_same"):
+        (tmp_path / f"{name}.py").write_text("ACTIVATION = 'relu'")
+        importlib.import_module(name)
+    segment = {"code": provenance.hashes_of_own_code()}
+    (tmp_path / "own_code.py").write_text("ACTIVATION = 'tanh'")
+    (tmp_path / "own_removed.py").unlink()
+
+    def check(accepts, start, resumed):
+        config = compose.composed([f"training.accept_changed_code={accepts}"])
+        past = Past(tmp_path, start=RunStart(segment=start), resumed=resumed)
+        spec = resolve(config, [])
+        continuation = Continuation(tmp_path, "RUN", spec, past, None)
+        continuation.check(None, None)
+        return continuation.messages({})
+
+    rule = (
+        "RUN must have the code of the run, but it has changed since: own_code.py; "
+        "training.accept_changed_code=true continues the run with it"
+    )
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        check("false", segment, [])
+    assert "code that has changed: own_code.py" in check("true", segment, [])
+    # The code must be that of the last segment. Older versions have recorded none.
+    now = {"code": provenance.hashes_of_own_code()}
+    assert check("false", segment, [now]) == ["continues after update 0"]
+    assert check("false", {}, []) == ["continues after update 0"]
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        check("false", {}, [segment])
+
+
+@pytest.mark.slow
+def test_a_run_that_continued_with_changed_code_says_so(tmp_path):
+    folder = folder_of(tmp_path)
+    interrupted(folder, 17, 15, *RUN)
+    (folder / "mine.py").write_text(f"{MINE}\n# changed")
+    said = pipeline("resume", "run", cwd=folder, status=2).stderr
+    assert (
+        "but it has changed since: mine.py; training.accept_changed_code=true" in said
+    )
+    assert Store(folder).run().info.status == "KILLED"
+    accepted = "training.accept_changed_code=true"
+    said = pipeline("resume", "run", accepted, cwd=folder).stderr
+    assert "code that has changed: mine.py" in said
+
+    # As when the run began: only its record tells that it had other code later.
+    (folder / "mine.py").write_text(MINE)
+    command = ("rerun", Store(folder).run().info.run_id, "--allow", "mine", "--dry")
+    said = pipeline(*command, cwd=folder).stderr
+    assert "differs: code: mine.py changed after update 17 of the run" in said

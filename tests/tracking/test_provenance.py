@@ -1116,6 +1116,19 @@ def test_outside_of_a_repository_only_the_users_own_files_are_recorded(
     ]
 
 
+def test_changes_of_code_are_those_from_one_segment_of_a_run_to_the_next():
+    segments = [
+        {"after": 0},  # of an older version
+        {"after": 3, "code": {"a.py": "1", "b.py": "1"}},
+        {"after": 5, "code": {"a.py": "1", "b.py": "1", "c.py": "1"}},
+        {"after": 8, "code": {"a.py": "2", "b.py": "2", "../x.py": "2"}},
+    ]
+    assert provenance.changes_of_code(segments) == [
+        "code: a.py, b.py changed after update 8 of the run, when it was resumed"
+    ]
+    assert provenance.changes_of_code([]) == []
+
+
 def test_the_repository_of_a_run_is_only_read(tmp_path, monkeypatch):
     """`git status` alone writes the index again, under a lock.
 
