@@ -12,6 +12,8 @@ from typing import Any
 
 from pipeline.checkpoints import files, run_dirs
 from pipeline.checkpoints.run_dirs import resume_command
+from pipeline.cli import runs_filter
+from pipeline.cli.runs_filter import StatusFilter
 from pipeline.cli.runs_order import COLUMNS, STARTED, Entry, sorted_runs
 from pipeline.common import imports, sqlite_uri
 from pipeline.common.errors import ConfigError, Parser, count, first_line, say
@@ -86,9 +88,9 @@ class ListedRun:
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """List the runs below FOLDER … and in the configured store, the newest first.
+    """List the runs below this folder and in the configured store, the newest first.
 
-    By default, the folder is the working directory.
+    With FOLDER …, only the runs below these folders are listed.
     """
     query = _query(arguments)
     summaries = _summaries(run_dirs.run_dirs(query.folders))
@@ -102,9 +104,11 @@ def runs(arguments: Sequence[str]) -> int:
             entries.append(Entry(run, each.last, each.start.params))
     local_ids = {entry.run.run_id for entry in entries}
     for run_id in stored.newest:
-        if run_id not in local_ids:
+        if run_id not in local_ids and not query.folders:
             entries.append(stored.entry(run_id))
-    listed = sorted_runs(entries, query.sort)[: query.limit]
+    if query.statuses is not None:
+        entries = [each for each in entries if query.statuses.accept(each.run.status)]
+    listed = sorted_runs(entries, query.sort, query.reverse)[: query.limit]
 
     if query.json:
         texts = [asdict(run) for run in listed]
@@ -123,10 +127,13 @@ class _Query:
     """The arguments of the command line.
 
     Attributes:
-        folders: run directories, or folders that contain them.
+        folders: run directories, or folders that contain them; empty for the working
+            directory and the store.
         filter: MLflow's filter string for runs, or None.
+        statuses: what the filter asks of the list's own words for a status, or None.
         experiment: the experiment that the filter string is for, or None for all.
         sort: a column or a metric.
+        reverse: whether the order is the opposite of the default one.
         limit: the largest number of runs that are listed.
         json: whether to print JSON.
         uri: the URI of the store.
@@ -134,8 +141,10 @@ class _Query:
 
     folders: list[str]
     filter: str | None
+    statuses: StatusFilter | None
     experiment: str | None
     sort: str
+    reverse: bool
     limit: int
     json: bool
     uri: str
@@ -143,7 +152,8 @@ class _Query:
     @property
     def fetched(self) -> int:
         """The largest number of runs to read from the store."""
-        return self.limit if self.sort == STARTED else MOST_RUNS
+        is_newest_first = self.sort == STARTED and not self.reverse
+        return self.limit if is_newest_first else MOST_RUNS
 
     @property
     def nothing(self) -> str:
@@ -158,13 +168,13 @@ def _query(arguments: Sequence[str]) -> _Query:
         "folders",
         metavar="FOLDER",
         nargs="*",
-        help="run directories, or folders that contain them",
+        help="list only the runs in these run directories, or below these folders",
     )
     parser.add_argument(
         "--filter",
         metavar="TEXT",
         help="only the runs that MLflow's filter string selects in the store, such as "
-        "\"tags.team='vision'\"",
+        "\"tags.team='vision'\"; status also takes the list's words",
     )
     parser.add_argument(
         "--sort",
@@ -172,6 +182,11 @@ def _query(arguments: Sequence[str]) -> _Query:
         default=STARTED,
         help="a metric, such as val/loss, the best run first; or a column: "
         f"{', '.join(COLUMNS)}; default {STARTED}, the newest run first",
+    )
+    parser.add_argument(
+        "--reverse",
+        action="store_true",
+        help="the opposite order: by default, the oldest run first",
     )
     parser.add_argument(
         "--limit",
@@ -195,11 +210,17 @@ def _query(arguments: Sequence[str]) -> _Query:
         raise ConfigError("--limit", "must be at least 1", options.limit)
     config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
     config = compose.composed([*config_dir, *overrides])
+    condition = options.filter
+    statuses = None
+    if condition is not None:
+        condition, statuses = runs_filter.split(condition)
     return _Query(
         folders=folders,
-        filter=options.filter,
+        filter=condition,
+        statuses=statuses,
         experiment=named_experiment(overrides, config.tracking.experiment),
         sort=options.sort,
+        reverse=options.reverse,
         limit=options.limit,
         json=options.json,
         uri=config.tracking.uri,

@@ -33,7 +33,9 @@ class Entry:
     params: Mapping[str, Any]
 
 
-def sorted_runs(entries: Sequence[Entry], key: str = STARTED) -> list[ListedRun]:
+def sorted_runs(
+    entries: Sequence[Entry], key: str = STARTED, reverse: bool = False
+) -> list[ListedRun]:
     """Return the runs in the order of a column, or of a metric, the best one first.
 
     Runs without a value come last, and those of equal values begin with the newest. By
@@ -43,6 +45,8 @@ def sorted_runs(entries: Sequence[Entry], key: str = STARTED) -> list[ListedRun]
         entries: the runs.
         key: one of `COLUMNS`, or a metric. `started_at` has the newest run first. Text
             is in alphabetical order.
+        reverse: whether to return the opposite order. Runs without a value still come
+            last.
 
     Raises:
         ConfigError: no run has this metric, or the `last` or the `best` values are of
@@ -51,19 +55,21 @@ def sorted_runs(entries: Sequence[Entry], key: str = STARTED) -> list[ListedRun]
     newest_first = [entry.run for entry in entries]
     newest_first.sort(key=lambda run: run.started_at, reverse=True)
     if key == STARTED or not entries:
-        return newest_first
+        return newest_first[::-1] if reverse else newest_first
     if key in _TEXTS:
-        return sorted(newest_first, key=lambda run: str(getattr(run, key)))
+        texts = [str(getattr(run, key)) for run in newest_first]
+        return _by_value(newest_first, texts, ascending=not reverse)
     if key in _RESULTS:
         metric = _metric_of(newest_first, key)
         values = [getattr(run, key) for run in newest_first]
-        return _by_value(newest_first, values, _is_lower_better(metric, entries))
+        ascending = _is_lower_better(metric, entries) != reverse
+        return _by_value(newest_first, values, ascending)
 
     _check_metric(key, entries)
     shown = [_showing(entry, key) for entry in entries]
     shown.sort(key=lambda run: run.started_at, reverse=True)
     values = [run.last for run in shown]
-    return _by_value(shown, values, _is_lower_better(key, entries))
+    return _by_value(shown, values, _is_lower_better(key, entries) != reverse)
 
 
 def _metric_of(runs: Sequence[ListedRun], column: str) -> str:
@@ -104,16 +110,17 @@ def _is_lower_better(metric: str, entries: Sequence[Entry]) -> bool:
 
 
 def _by_value(
-    runs: Sequence[ListedRun], values: Sequence[float | None], lower_is_better: bool
+    runs: Sequence[ListedRun], values: Sequence[Any], ascending: bool
 ) -> list[ListedRun]:
-    """Return the runs by their values; those without a number come last."""
+    """Return the runs by their values; those without a number or a text come last."""
     with_value = []
     without = []
     for run, value in zip(runs, values, strict=True):
-        if value is None or math.isnan(value):
+        is_nan = isinstance(value, float) and math.isnan(value)
+        if value is None or is_nan:
             without.append(run)
         else:
             with_value.append((value, run))
     # The sort keeps the order of equal values.
-    with_value.sort(key=lambda pair: pair[0], reverse=not lower_is_better)
+    with_value.sort(key=lambda pair: pair[0], reverse=not ascending)
     return [*(run for _, run in with_value), *without]

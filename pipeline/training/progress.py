@@ -1,6 +1,7 @@
 """Shows the progress of a run on standard error.
 
 The progress is shown as a bar on a terminal, and otherwise as a line every few seconds.
+Every evaluation has a line.
 """
 
 import os
@@ -14,8 +15,8 @@ from tqdm import tqdm
 
 from pipeline.common.errors import QUIET, say
 
-# Minimum interval between two plain lines for updates, and between two for evaluations.
-# The last line is printed in any case.
+# Minimum interval between two plain lines for updates. The last one is printed in any
+# case.
 SECONDS = 5.0
 
 
@@ -48,9 +49,7 @@ class Progress:
         self._started = now
         self._compile_seconds = 0.0
         self._last_shown = now
-        self._last_evaluation_shown = now
-        # The latest unprinted line of each kind. A kind is `train` or a split's name.
-        self._postponed: dict[str, str] = {}
+        self._postponed = ""  # the latest line for an update, if it is not printed
 
     def start_clock(self) -> None:
         """Begin to count the time of updates now."""
@@ -93,31 +92,23 @@ class Progress:
         line = f"update {update}{self._total}  {'  '.join(values)}"
 
         if self._bar is not None and split == "val":
-            self._postponed.pop(split, None)
             with suppress(OSError):
                 self._bar.write(line, file=sys.stderr)
             return
-
-        now = time.monotonic()
-        is_last = split == "test" or update == self.updates
-        if not is_last and now - self._last_evaluation_shown < SECONDS:
-            self._postponed[split] = line
-            return
         if split == "test":
             self.close()
-        self._last_evaluation_shown = now
-        self._print(split, line)
+        say(line)
 
     def close(self) -> None:
         """Close the bar.
 
-        If the number of updates is unknown, print the postponed lines: the last update
+        If the number of updates is unknown, print the postponed line: the last update
         could not be recognized before.
         """
         self._close_bar()
-        if not self.updates:
-            say(*self._postponed.values())
-        self._postponed.clear()
+        if self._postponed and not self.updates:
+            say(self._postponed)
+        self._postponed = ""
 
     def _move_bar(self, update: int, row: Mapping[str, float], rate: str) -> None:
         if self._bar is None:
@@ -141,19 +132,16 @@ class Progress:
             line += f"  {self._seconds_left(update, now):.0f} s left"
         if now - self._last_shown >= SECONDS or update == self.updates:
             self._last_shown = now
-            self._print("train", line)
+            self._postponed = ""
+            say(line)
         else:
-            self._postponed["train"] = line
+            self._postponed = line
 
     def _seconds_left(self, update: int, now: float) -> float:
         work_done = self._work(update) - self._work(self.done_before)
         work_left = self._work(self.updates) - self._work(update)
         seconds = max(0.0, now - self._started - self._compile_seconds)
         return seconds / work_done * work_left
-
-    def _print(self, kind: str, line: str) -> None:
-        self._postponed.pop(kind, None)
-        say(line)
 
     def _close_bar(self) -> None:
         if self._bar is not None:

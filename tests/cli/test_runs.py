@@ -275,6 +275,22 @@ def test_runs_are_sorted_with_the_best_one_first(several, key, names):
         assert runs["elsewhere"]["last"] is None
 
 
+def test_the_order_is_reversed(several):
+    assert list(listed(several, "--reverse")) == [
+        *("run 2", "run 4", "run 6", "elsewhere", "offline", "sweep")
+    ]
+    assert list(listed(several, "--reverse", "--limit", "2")) == ["run 2", "run 4"]
+    assert list(listed(several, "--sort", "val/loss", "--reverse")) == [
+        *("offline", "run 6", "run 4", "run 2", "sweep", "elsewhere")
+    ]
+    by_status = listed(several, "--sort", "status", "--reverse")
+    assert list(by_status)[-1] == "elsewhere"  # failed
+
+
+def test_a_folder_lists_its_own_runs_only(several):
+    assert list(listed(several, "run 4", "run 2")) == ["run 4", "run 2"]
+
+
 def test_the_best_runs_are_found_among_all(several):
     assert list(listed(several, "--sort", "val/loss", "--limit", "2")) == [
         "run 2",
@@ -305,6 +321,17 @@ def test_a_filter_selects_runs_as_that_of_reports(several):
     assert list(listed(several, *arguments)) == ["run 6", "run 4", "elsewhere"]
     of_experiment = ("--filter", "params.width = '4'", "tracking.experiment=pipeline")
     assert len(listed(several, *of_experiment)) == 2
+
+
+def test_a_filter_takes_the_words_of_the_list(folder):
+    # As MLflow has it, `interrupted` is RUNNING.
+    assert list(listed(folder, "--filter", "status='interrupted'")) == ["interrupted"]
+    assert list(listed(folder, "--filter", "attributes.status = 'KILLED'")) == [
+        "killed"
+    ]
+    both = "status != 'interrupted' and status != \"finished\""
+    # A journal that nobody has locked is that of a run which has ended.
+    assert list(listed(folder, "--filter", both)) == ["running", "killed", "failed"]
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,7 @@ def test_a_crash_is_seen_while_notices_of_libraries_are_held_back():
 
 
 @pytest.mark.parametrize(
-    ("known", "last_lines"),
-    [(0, ["update 2  loss 0.5", "update 2  val/loss 0.2500"]), (9, [])],
+    ("known", "last_lines"), [(0, ["update 2  loss 0.5"]), (9, [])]
 )
 def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
     capsys, monkeypatch, known, last_lines
@@ -92,13 +91,26 @@ def test_a_run_that_does_not_know_its_last_update_shows_it_when_it_ends(
     shown = Progress(known)
     for update in (1, 2):
         shown.show(update, {"loss": 1 / update, "learning_rate": 0.1}, 100.0)
-        shown.evaluated("val", update, {"loss": 0.5 / update})
-    assert capsys.readouterr().err == ""  # neither line is due
+    assert capsys.readouterr().err == ""  # no line is due
     shown.close()
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition("  lr ")[0] for line in lines] == last_lines
     shown.close()
     assert capsys.readouterr().err == ""
+
+
+def test_a_log_has_every_evaluation(capsys):
+    shown = Progress(9)
+    for update in (1, 2, 3):
+        shown.show(update, {"loss": 1.0, "learning_rate": 0.1}, 100.0)
+        shown.evaluated("val", update, {"loss": 0.5 / update})
+    shown.evaluated("test", 3, {"loss": 0.25})
+    assert capsys.readouterr().err.splitlines() == [
+        "update 1/9  val/loss 0.5000",
+        "update 2/9  val/loss 0.2500",
+        "update 3/9  val/loss 0.1667",
+        "update 3/9  test/loss 0.2500",
+    ]
 
 
 def test_the_time_left_is_without_compilation(capsys, monkeypatch):
