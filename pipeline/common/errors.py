@@ -264,10 +264,20 @@ def _line_of_cause(lines: list[str]) -> str:
 
 
 def _first_without_preamble(lines: list[str]) -> str:
-    for line in lines:
+    for i, line in enumerate(lines):
         if not line.startswith(_PREAMBLE):
-            return line
+            return _sentence(lines[i:])
     return lines[0]
+
+
+def _sentence(lines: list[str]) -> str:
+    """Return the first line, with the lines on which Keras continues its sentence."""
+    sentence = lines[0]
+    for line in lines[1:]:
+        if sentence.endswith((".", ":", "!", "?")) or not line[0].islower():
+            break
+        sentence += f" {line}"
+    return sentence
 
 
 def described(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from pipeline.components import (
     devices,
     kept_best,
     model,
+    monitored_names,
     objective,
     objective_checks,
     optimizer,
@@ -295,12 +296,9 @@ def assemble(
     # prepares the dataset would otherwise start from other weights than later runs.
     keras.utils.set_random_seed(seed)
     network = _build_network(spec, source, planned.plan, run_devices, labels_needed)
-    sets = validation_sets.parse(spec.resolved["dataset"].get("validations"))
-    results = kept_best.result_names(
-        network.model, network.objective.evaluation, network.outputs
-    )
-    validation_sets.check_results(sets, results)
-    best = kept_best.build(spec.config.training.keep_best, data, sets, results)
+    sets = _validation_sets(spec)
+    validation_sets.check_results(sets, network.results)
+    best = kept_best.build(spec.config.training.keep_best, data, sets, network.results)
     spec, run_devices = attention.decide(
         spec,
         run_devices,
@@ -513,6 +511,7 @@ class _Network:
     objective: RunObjective
     labels: Any  # the labels of a few examples
     outputs: Any  # the model's outputs for `first_inputs`
+    results: Sequence[str]  # the names of the loss and the metrics of an evaluation
     first_inputs: Any  # the inputs of these examples
     scaling: str  # the changes by the scaling rule; empty if there are none
     notes: list[str]  # lines for the user
@@ -542,6 +541,8 @@ def _build_network(
         goal = checked.objective
         notes = added_losses.check(network, batch[0], goal.training.added_losses)
         notes += objective.notes_on_files(goal.callbacks)
+        results = kept_best.result_names(network, goal.evaluation, checked.outputs)
+        monitored_names.check(goal.callbacks, data, _validation_sets(spec), results)
         objective.compile(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )
@@ -553,10 +554,15 @@ def _build_network(
         objective=goal,
         labels=checked.labels,
         outputs=checked.outputs,
+        results=results,
         first_inputs=batch[0],
         scaling=scaling,
         notes=notes,
     )
+
+
+def _validation_sets(spec: RunSpec) -> Sequence[ValidationSet]:
+    return validation_sets.parse(spec.resolved["dataset"].get("validations"))
 
 
 def _first_batch(

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from pipeline.accumulation import internals
 from pipeline.accumulation.internals import Losses, Metrics, by_name
 from pipeline.checkpoints import snapshot
-from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.common.errors import ConfigError, as_config_error, first_line
 from pipeline.config.objective_nodes import metrics_of
 from pipeline.shown.functions import ShownFunction
 from pipeline.trust import instantiate
@@ -294,6 +294,10 @@ def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> N
     The check runs new callbacks with the same settings, so that the callback itself and
     the learning rate remain unchanged.
     """
+    saves_model = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if saves_model and not callback.save_weights_only:
+        _check_serializable(model)
+
     monitors = isinstance(getattr(callback, "monitor", None), str)
     if monitors and hasattr(callback, "mode"):
         trial = keras.callbacks.EarlyStopping(
@@ -316,3 +320,15 @@ def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> N
             scheduler.set_model(model)
             scheduler.on_epoch_begin(0)
             model.optimizer.learning_rate = rate
+
+
+def _check_serializable(model: keras.Model) -> None:
+    """Raise a ValueError if Keras cannot save the whole model."""
+    try:
+        keras.saving.serialize_keras_object(model)
+    except Exception as error:  # `get_config` is user code and may raise anything
+        reason = first_line(error)
+        raise ValueError(
+            f"{reason}. With save_weights_only: true and a filepath that ends in "
+            ".weights.h5, it saves the weights alone"
+        ) from error

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import keras
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from pipeline.accumulation import internals
 from pipeline.common.errors import ConfigError
-from pipeline.components import objective
+from pipeline.components import monitored_names, objective
+from pipeline.components.objective import RunObjective
+from pipeline.config.validation_sets import ValidationSet
 
 
 class MyBackup(keras.callbacks.BackupAndRestore):
@@ -97,3 +103,70 @@ def test_a_callback_that_writes_into_the_working_folder_is_named(tmp_path):
         "training.callbacks.best writes to best.keras in the working folder, where "
         "another run overwrites it: filepath: ${hydra:runtime.output_dir}/best.keras"
     ]
+
+
+class Unsaved(keras.Model):
+    """A model that Keras cannot save, as it has no `get_config`."""
+
+    def __init__(self, activation):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, activation=activation)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def compiled_with(callback):
+    """Compile a model that cannot be saved with the callback."""
+    model = Unsaved(lambda x: 2 * x)
+    y = np.zeros((2, 1), "float32")
+    goal = RunObjective(
+        training=internals.Objective(keras.losses.MeanSquaredError()),
+        evaluation=internals.Objective(keras.losses.MeanSquaredError()),
+        callbacks={"save": callback},
+    )
+    objective.compile(goal, model, keras.optimizers.SGD(), y, model(y))
+
+
+def test_a_model_that_cannot_be_saved_is_rejected_before_the_first_epoch():
+    rule = (
+        r"training\.callbacks\.save must be able to run \(Object Unsaved was created .* "
+        r"Please implement `get_config\(\)`\. With save_weights_only: true and a "
+        r"filepath that ends in \.weights\.h5, it saves the weights alone\)"
+    )
+    with pytest.raises(ConfigError, match=rule):
+        compiled_with(keras.callbacks.ModelCheckpoint("last.keras"))
+    weights = keras.callbacks.ModelCheckpoint("it.weights.h5", save_weights_only=True)
+    compiled_with(weights)
+
+
+def check_monitors(monitor, *others, validation=True, **options):
+    stop = keras.callbacks.EarlyStopping(monitor, **options)
+    callbacks = {"stop": stop} | dict(enumerate(others))
+    sets = [ValidationSet("late", "test", None, None)]
+    data = SimpleNamespace(validation=object() if validation else None)
+    monitored_names.check(callbacks, data, sets, ["loss", "accuracy"])
+
+
+def test_a_monitored_metric_that_no_epoch_has_is_rejected():
+    with pytest.raises(ConfigError) as raised:
+        check_monitors("val/accuracy", mode="max")
+    assert str(raised.value) == (
+        "training.callbacks.stop.monitor must be a name in the logs of Keras' callbacks. "
+        "Received: 'val/accuracy'. Choices: val_loss, val_accuracy, val_late_loss, "
+        "val_late_accuracy, loss, accuracy, gradient_norm, learning_rate. "
+        "Did you mean 'val_accuracy'?"
+    )
+    with pytest.raises(ConfigError, match="Choices: val_late_loss"):
+        check_monitors("val_loss", validation=False)
+    for known in ("val_loss", "val_late_loss", "accuracy", "skipped_updates"):
+        check_monitors(known)
+
+
+def test_a_callback_of_your_own_may_add_the_monitored_metric():
+    check_monitors("mine", BestSaver())
+    with pytest.raises(ConfigError, match="Did you mean 'val_loss'"):
+        check_monitors("val/loss", BestSaver())
+    # Without save_best_only, ModelCheckpoint does not read the metric.
+    save = keras.callbacks.ModelCheckpoint("it.keras", monitor="none")
+    check_monitors("loss", save, validation=False)

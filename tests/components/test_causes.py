@@ -55,6 +55,19 @@ def layer_of_the_user():
     keras.Sequential([Failing()])(np.zeros((2, 3)))
 
 
+class Unsaved(keras.Model):
+    def __init__(self, activation):
+        super().__init__()
+        self.dense = layers.Dense(3, activation=activation)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+
+def model_without_a_config():
+    keras.saving.serialize_keras_object(Unsaved(lambda x: 2 * x))
+
+
 def python_in_the_data():
     numbers = tf.data.Dataset.range(2).map(
         lambda number: tf.py_function(divided_by_zero, [number], tf.int64)
@@ -71,6 +84,12 @@ def python_in_the_data():
         (label_out_of_range, "Received a label value of 99 which is outside"),
         (failed_assertion, "too large:"),
         (layer_of_the_user, "the layer is wrong (in Failing)"),
+        (
+            model_without_a_config,
+            "Object Unsaved was created by passing non-serializable argument values in "
+            "`__init__()`, and therefore the object must override `get_config()` in "
+            "order to be serializable. Please implement `get_config()`",
+        ),
         (python_in_the_data, "division"),
     ],
 )

@@ -400,8 +400,9 @@ PREPARED_TOO = {
         f"train {MLP} '+training.callbacks.stop={{_target_: "
         "keras.callbacks.EarlyStopping, monitor: nope}'"
     ): (
-        "training.callbacks.stop must be able to run (EarlyStopping callback "
-        "received monitor=nope, but …). Received: 'EarlyStopping'."
+        "training.callbacks.stop.monitor must be a name in the logs of Keras' callbacks. "
+        "Received: 'nope'. Choices: val_loss, val_accuracy, loss, accuracy, "
+        "gradient_norm, learning_rate."
     ),
     f"train {MLP} schedule=constant {SCHEDULER}": (
         "training.callbacks.rate must be able to run (TypeError: 'int' object "
