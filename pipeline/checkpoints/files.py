@@ -480,6 +480,38 @@ def newest(
     return None
 
 
+def newest_of_run(
+    folder: Path,
+    most: float = math.inf,
+    is_usable: Callable[[Checkpoint], bool] = lambda _: True,
+) -> Checkpoint | None:
+    """Return the checkpoint from which a run is resumed, or None.
+
+    It is the newest one, or if none of these is intact and usable, that of the best
+    evaluation, which is as complete. For the arguments, see `newest`.
+    """
+    checkpoint = newest(folder, most, is_usable)
+    if checkpoint is None:
+        checkpoint = newest(folder / BEST, most, is_usable)
+        if checkpoint is not None:
+            say(f"the checkpoint of the best evaluation is used: {checkpoint.folder}")
+    return checkpoint
+
+
+def intact(folder: Path) -> dict[int, Checkpoint]:
+    """Return all intact checkpoints of a run, by update.
+
+    Args:
+        folder: the folder with the checkpoints, which may have a subfolder `BEST`.
+    """
+    checkpoints = {}
+    for parent in (folder / BEST, folder):
+        for update in saved_updates(parent):
+            with suppress(ConfigError):
+                checkpoints[update] = at(parent, update)
+    return dict(sorted(checkpoints.items()))
+
+
 def at(folder: Path, update: int) -> Checkpoint:
     """Return the checkpoint of `update` in `folder`.
 
@@ -511,6 +543,11 @@ def best_update(folder: Path) -> int | None:
     if existing and kept[-1] < existing[-1]:
         return _best_update(folder / str(existing[-1]))
     return kept[-1]
+
+
+def are_in(folder: Path) -> bool:
+    """Return whether a folder has a checkpoint, be it only of a best evaluation."""
+    return bool(saved_updates(folder) or saved_updates(folder / BEST))
 
 
 def saved_updates(folder: Path) -> list[int]:

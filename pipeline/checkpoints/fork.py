@@ -331,27 +331,35 @@ def checkpoint_in(
         ConfigError: there is no such checkpoint.
     """
     checkpoints = run_dir / "checkpoints"
-    folder_by_update: dict[int, Path] = {}
-    for folder in (checkpoints / BEST, checkpoints):
-        for number in files.saved_updates(folder):
-            folder_by_update[number] = folder
-    if not folder_by_update:
+    if not files.are_in(checkpoints):
         rule = "must be a run with a checkpoint: see training.checkpoint_every"
         raise ConfigError(key, rule, text)
 
     if updates_done is None:
         checkpoint = files.newest(checkpoints)
         if checkpoint is None:
-            rule = "must have a complete checkpoint"
-            if not files.saved_updates(checkpoints):
-                rule = "must name an update: only the best evaluation has a checkpoint"
-            names = [f"{text}@{number}" for number in folder_by_update]
+            names = [f"{text}@{number}" for number in files.intact(checkpoints)]
+            rule = "must have an intact checkpoint"
+            if names:
+                rule = (
+                    "must name an update: only the best evaluation has an intact "
+                    "checkpoint"
+                )
             raise ConfigError(key, rule, text, names)
         return checkpoint
-    if updates_done not in folder_by_update:
+
+    damage: ConfigError | None = None
+    for folder in (checkpoints, checkpoints / BEST):
+        if updates_done in files.saved_updates(folder):
+            try:
+                return files.at(folder, updates_done)
+            except ConfigError as error:
+                damage = damage or error
+    intact = list(files.intact(checkpoints))
+    if damage is None:
         rule = "must name an update whose checkpoint exists"
-        raise ConfigError(key, rule, text, sorted(folder_by_update))
-    return files.at(folder_by_update[updates_done], updates_done)
+        raise ConfigError(key, rule, text, intact)
+    raise ConfigError(damage.key, damage.rule, text, intact) from damage
 
 
 def _has_own_rate(spec: RunSpec, recorded: dict[str, Any], past: Past) -> bool:

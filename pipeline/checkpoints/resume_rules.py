@@ -237,7 +237,7 @@ def _continuation(
     # rows are trained again. Since only multiples of `log_every` have rows, the
     # checkpoint may be up to `log_every - 1` updates after the last row.
     most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
-    latest = files.newest(
+    latest = files.newest_of_run(
         run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
     )
     if required and latest is None:
@@ -317,7 +317,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
         past: the state of the run according to its journal.
         most: the maximum number of updates in a usable checkpoint.
     """
-    existing = files.saved_updates(run_dir / "checkpoints")
+    existing = files.are_in(run_dir / "checkpoints")
     command = resume_command(run_dir, from_start=True)
     if not existing and past.status == "FINISHED":
         rule = "must have a checkpoint, from which it is trained to a longer horizon"
@@ -332,7 +332,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     if past.damage:
         rule += f" ({past.damage})"
     rule += f"; to train it from the start: {command}"
-    return ConfigError(key, rule, str(run_dir), existing)
+    return ConfigError(key, rule, str(run_dir))
 
 
 def with_own_store(spec: RunSpec, past: Past) -> RunSpec:

@@ -461,7 +461,7 @@ def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> Liste
         if shipped.absent or shipped.lacking:
             sync = stored.sync_command(run_dir, summary)
         next_command = sync
-        has_checkpoint = bool(files.saved_updates(run_dir / "checkpoints"))
+        has_checkpoint = files.are_in(run_dir / "checkpoints")
         if status == "killed" and has_checkpoint:
             status = "interrupted"
         if status in ("killed", "interrupted"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from pipeline.checkpoints import fork, resume_rules
-from pipeline.checkpoints.files import Checkpoint, saved_updates
+from pipeline.checkpoints.files import BEST, Checkpoint, saved_updates
 from pipeline.checkpoints.fork import Beginning, ModelStart
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.checkpoints.run_dirs import resume_command
@@ -474,7 +474,8 @@ def _resume_line(run_dir: Path, every: int | str | None, trained: int) -> str:
         every: the value of `training.checkpoint_every`.
         trained: the number of updates that this process has completed.
     """
-    saved = saved_updates(run_dir / "checkpoints")
+    folder = run_dir / "checkpoints"
+    saved = saved_updates(folder) or saved_updates(folder / BEST)
     if saved:
         return f"resume from update {saved[-1]}: {resume_command(run_dir)}"
     command = resume_command(run_dir, from_start=True)

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 
 from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import Objective
-from pipeline.checkpoints import files, snapshot
+from pipeline.checkpoints import files, fork, snapshot
 from pipeline.checkpoints.files import Checkpoints
 from pipeline.checkpoints.snapshot import Snapshot
 from pipeline.common.errors import ConfigError
@@ -839,6 +839,35 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
     assert "it is of update 2" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "1")
     assert files.newest(tmp_path) is None
+
+
+def test_where_the_latest_ones_are_damaged_that_of_the_best_evaluation_is_offered(
+    tmp_path, capsys
+):
+    folder = tmp_path / "checkpoints"
+    saved(folder, 3, 4)
+    saved(folder / files.BEST, 2)
+    for update in ("3", "4"):
+        (folder / update / "meta.json").write_text("{}")
+
+    assert files.newest(folder) is None
+    assert files.newest_of_run(folder).updates_done == 2
+    line = f"the checkpoint of the best evaluation is used: {folder}/best/2\n"
+    assert capsys.readouterr().err.endswith(line)
+    assert files.newest_of_run(folder, most=1) is None
+
+    choices = " Received: 'run'. Choices: run@2."
+    rule = "RUN must name an update: only the best evaluation has an intact checkpoint."
+    with pytest.raises(ConfigError, match=re.escape(rule + choices)):
+        fork.checkpoint_in(tmp_path, "run", "RUN")
+    with pytest.raises(ConfigError, match=r"must not be damaged .* Choices: 2\.$"):
+        fork.checkpoint_in(tmp_path, "run@4", "RUN", 4)
+    assert fork.checkpoint_in(tmp_path, "run@2", "RUN", 2).updates_done == 2
+
+    shutil.rmtree(folder / files.BEST)
+    rule = "RUN must have an intact checkpoint. Received: 'run'. Choices: none."
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        fork.checkpoint_in(tmp_path, "run", "RUN")
 
 
 def edit_meta(folder: Path, old: str, new: str) -> None:

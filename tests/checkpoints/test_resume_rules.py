@@ -129,6 +129,26 @@ def update_before(resumed):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_run_resumes_from_its_best_checkpoint_if_the_others_are_damaged(
+    tmp_path, undisturbed
+):
+    folder = folder_of(tmp_path)
+    best = "training.keep_best={metric: val/loss, mode: min}"
+    interrupted(folder, 17, 15, *RUN, best)
+    for meta in (folder / "run" / "checkpoints").glob("[0-9]*/meta.json"):
+        meta.write_text("{}")
+    said = pipeline("resume", "run", cwd=folder).stderr
+    assert "the checkpoint of the best evaluation is used" in said
+    assert "continues after update 15" in said
+    expected = histories(undisturbed)
+    assert expected.items() <= histories(folder).items()
+    # The weights are those of the undisturbed run, bit for bit.
+    arrays = weights(undisturbed)
+    for name, array in weights(folder).items():
+        assert array.tobytes() == arrays[name].tobytes(), name
+
+
 def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 3, 9, *RUN)
