@@ -283,7 +283,7 @@ def _check_rows_stay_true(
     )
     values = spec.resolved["training"]
     horizon = {unit: values[unit] for unit in HORIZONS if values[unit] is not None}
-    raise ConfigError(key, rule, str(horizon))
+    raise ConfigError(key, rule, horizon)
 
 
 def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:

@@ -31,7 +31,7 @@ _IN_QUERY = re.compile(_NAME + r"[^&\s]+?(?=[\"')\]}.,:]*(?:[&\s]|$))", re.IGNOR
 _QUERY_VALUE = re.compile(_NAME + r"([^&;\n]+)", re.IGNORECASE)
 # Matches the key and the path of a file with a secret, in an override or in YAML.
 _SECRET_FILE = re.compile(
-    r"""(secret_file['"]?\s*[=:]\s*(?!\s|null)['"]?)"""
+    r"""(secret_file['"]?\s*[=:]\s*(?!\s|null|['"]?None\b)['"]?)"""
     r"""((?<=')[^']+|(?<=")[^"]+|[^\s,}'"]+)"""
 )
 # Matches a part of the name of an environment variable that holds a secret.

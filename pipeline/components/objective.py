@@ -1,5 +1,6 @@
 """Builds the loss, the metrics and the callbacks of a config."""
 
+import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -294,6 +295,12 @@ def _check_callback(callback: keras.callbacks.Callback, model: keras.Model) -> N
     The check runs new callbacks with the same settings, so that the callback itself and
     the learning rate remain unchanged.
     """
+    is_board = isinstance(callback, keras.callbacks.TensorBoard)
+    if is_board and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError(
+            "it needs the package tensorboard, which the extra tensorboard installs"
+        )
+
     saves_model = isinstance(callback, keras.callbacks.ModelCheckpoint)
     if saves_model and not callback.save_weights_only:
         _check_serializable(model)

@@ -122,10 +122,11 @@ def _found(request: Request, folder: Path) -> Iterator[Subject]:
         recorded = recorded_run.fetch(store, name)
         gate = adapted_config.gate_of(request, own_config)
         recorded = replace(recorded, config=_without_training(recorded.config))
-        config = adapted_config.adapt(
-            recorded, request, own_config, gate, str(own_config.tracking.experiment)
-        )
         run_dir = run_dirs.by_id("RUN").get(recorded.run_id)
+        with _offering(run_dir):
+            config = adapted_config.adapt(
+                recorded, request, own_config, gate, str(own_config.tracking.experiment)
+            )
         weights: Checkpoint | StoredModel
         if model is not None:
             weights = model
@@ -145,6 +146,20 @@ def _found(request: Request, folder: Path) -> Iterator[Subject]:
         )
         with strict(gate):
             yield subject
+
+
+@contextmanager
+def _offering(run_dir: Path | None) -> Iterator[None]:
+    """Name the run directory in an error about code of the record in the store.
+
+    The directory needs no `--allow`, as it is trusted like your own files.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if run_dir is not None and error.key.endswith("._target_"):
+            error.rule += f", or name the run by its directory, {run_dir}"
+        raise
 
 
 def _parsed(text: str) -> tuple[str, str]:

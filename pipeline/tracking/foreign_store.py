@@ -405,9 +405,10 @@ def sync_command(folder: str, uri: str) -> str:
 def store_argument(uri: str) -> list[str]:
     """Return a list with the override that selects the store at `uri`.
 
-    The list is empty for the default store, unless the environment variable
-    MLFLOW_TRACKING_URI is set.
+    The list is empty for the default store of this folder, unless the environment
+    variable MLFLOW_TRACKING_URI is set.
     """
-    if uri == DEFAULT_STORE and "MLFLOW_TRACKING_URI" not in os.environ:
+    is_default = absolute(uri) == absolute(DEFAULT_STORE)
+    if is_default and "MLFLOW_TRACKING_URI" not in os.environ:
         return []
     return [f"tracking.uri={mask(uri)}"]

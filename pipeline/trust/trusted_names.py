@@ -135,11 +135,13 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
         rule = f"of a config from a tracking store {REJECTED[target]}"
         raise ConfigError(key, rule, target)
     if not _is_in_keras(target):
+        package = target.partition(".")[0]
         rule = (
             "of a config from a tracking store must be a builder of this package, "
             "a public Keras layer, optimizer, schedule, loss, metric, callback, "
             "regularizer, initializer, constraint or application, or lie under "
-            "a prefix that you allow by --allow or trust.allow"
+            "a prefix that you allow by --allow or trust.allow; if the code is your "
+            f"own, to trust it: --allow {package}"
         )
         raise ConfigError(key, rule, target)
 

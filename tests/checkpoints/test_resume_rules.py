@@ -211,6 +211,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
         r"(train into another folder|begin a new run there, with start.run=RUN@\d+)",
         rejected.stderr,
     )
+    assert rejected.stderr.endswith("Received: {updates: 19}.\n")
     assert histories(folder) == before
 
 

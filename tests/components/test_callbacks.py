@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import keras
@@ -170,3 +171,10 @@ def test_a_callback_of_your_own_may_add_the_monitored_metric():
     # Without save_best_only, ModelCheckpoint does not read the metric.
     save = keras.callbacks.ModelCheckpoint("it.keras", monitor="none")
     check_monitors("loss", save, validation=False)
+
+
+def test_tensorboard_needs_its_package_before_the_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    rule = "must be able to run .it needs the package tensorboard, which the extra"
+    with pytest.raises(ConfigError, match=rule):
+        compiled_with(keras.callbacks.TensorBoard(tmp_path))

@@ -196,6 +196,9 @@ def test_by_its_id_a_run_is_read_from_the_store(made, made_by_id):
     answer = made_by_id["not trusted"]
     assert answer["status"] == 2
     assert "mine.points" in answer["err"]
+    assert (
+        "to trust it: --allow mine, or name the run by its directory," in answer["err"]
+    )
     assert answer["changed"] == []
 
 

@@ -21,6 +21,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from pipeline.common.errors import ConfigError
+from pipeline.common.sqlite_uri import absolute
 from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
 from pipeline.tracking.foreign_store import DEFAULT_STORE, OwnStore, sync_command
@@ -601,6 +602,8 @@ def test_a_store_that_is_trusted_is_followed(tmp_path):
 def test_a_printed_command_names_the_store_unless_it_would_find_it(monkeypatch):
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert sync_command("run", DEFAULT_STORE) == "pipeline sync run"
+    # As a resumed run has it.
+    assert sync_command("run", absolute(DEFAULT_STORE)) == "pipeline sync run"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://exported:80")
     assert (
         sync_command("run", DEFAULT_STORE)

@@ -659,6 +659,8 @@ def test_a_refusal_imports_no_keras(gate):
     assert done.stdout.startswith(
         "z._target_ of a config from a tracking store must be a builder of this package"
     )
+    way = "if the code is your own, to trust it: --allow os. Received: 'os.system'."
+    assert way in done.stdout
 
 
 def test_a_small_file_of_a_huge_config_is_refused(gate):
