@@ -38,6 +38,8 @@ def rerun(arguments: Sequence[str]) -> int:
         return _rerun_sweep(store, request)
     with confined(store.uri, store.places):
         recorded = recorded_run.fetch(store, request.run_id)
+        if request.other is not None:
+            return _compare_with(store, recorded, request.other)
         request = last_horizon.requested(recorded, request)
         gate = adapted_config.gate_of(request, own_config)
         return Rerun(request, own_config, store, recorded, gate).run()
@@ -269,6 +271,24 @@ class Rerun:
         except Exception as error:
             # Do not fail: the verdict is valid even if the recorded run is read-only.
             say(f"run {run_id} has no link to its rerun: {first_line(error)}")
+
+
+def _compare_with(store: ForeignStore, recorded: RecordedRun, other_id: str) -> int:
+    """Compare a run with another one point by point, and return the exit status.
+
+    Nothing is written to the store.
+    """
+    other = recorded_run.fetch(store, other_id)
+    outcome, _ = agreement.compare_runs(
+        store.client(),
+        recorded.run,
+        other.run,
+        recorded.dataset.get("examples") or {},
+        recorded.is_in_tf32() or other.is_in_tf32(),
+        schema=recorded.config.get("schema", 0),
+    )
+    say(f"run {other.run_id} compared with {recorded.run_id}: {outcome.text}")
+    return 0 if outcome.runs_agree else DIFFERENT
 
 
 def _changes_data(key: str) -> bool:

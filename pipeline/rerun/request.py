@@ -34,6 +34,8 @@ class Request:
         config_dir: a folder with the user's own config groups.
         config_name: the name of the user's own config.
         overrides: the overrides, in Hydra's grammar.
+        other: the ID of the run, or its beginning, with which the run is compared in
+            place of a rerun, or None.
     """
 
     run_id: str
@@ -43,6 +45,7 @@ class Request:
     config_dir: str | None
     config_name: str | None
     overrides: list[str]
+    other: str | None = None
 
     @property
     def own_config_options(self) -> list[str]:
@@ -194,6 +197,12 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         "--sweep", action="store_true", help="RUN_ID is a sweep: repeat all of its jobs"
     )
     parser.add_argument(
+        "--with",
+        dest="other",
+        metavar="OTHER",
+        help="train nothing: compare the run with OTHER, the ID of another run",
+    )
+    parser.add_argument(
         "--allow",
         action="append",
         default=[],
@@ -208,4 +217,17 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
     options = parser.parse_intermixed_args(compose.as_text(arguments))
     if not options.config_dir:
         options.config_dir = compose.own_folder()
-    return Request(**vars(options))
+    request = Request(**vars(options))
+    if request.other is not None:
+        _check_comparison(request)
+    return request
+
+
+def _check_comparison(request: Request) -> None:
+    """Reject what only a training uses, if two runs are only compared."""
+    if request.dry or request.sweep:
+        rule = "must come without --dry and --sweep: it compares two runs"
+        raise ConfigError("--with", rule)
+    if request.changes:
+        rule = "must come without overrides that change a run: it trains nothing"
+        raise ConfigError("--with", rule, request.changes)

@@ -145,7 +145,8 @@ def check_monitors(monitor, *others, validation=True, **options):
     stop = keras.callbacks.EarlyStopping(monitor, **options)
     callbacks = {"stop": stop} | dict(enumerate(others))
     sets = [ValidationSet("late", "test", None, None)]
-    data = SimpleNamespace(validation=object() if validation else None)
+    split = object() if validation else None
+    data = SimpleNamespace(validation=split)
     monitored_names.check(callbacks, data, sets, ["loss", "accuracy"])
 
 

@@ -320,6 +320,29 @@ def test_dropout_augmentation_and_a_callback_in_the_run_directory(
     assert written.exists()
 
 
+def test_two_runs_are_compared_without_a_rerun(made, again):
+    adamw = made.adamw
+    uri = store_of(made)
+    # The rerun with another beta_1 is the last one.
+    *_, other = reruns(made.store, adamw)
+    before = len(made.store.runs())
+    lines = {
+        "same": f"rerun {adamw} --with {adamw[:12]} {uri}",
+        "other": f"rerun {adamw} --with {other.info.run_id} {uri}",
+        "dry": f"rerun {adamw} --with {adamw} --dry {uri}",
+        "changed": f"rerun {adamw} --with {adamw} {uri} seed=3",
+    }
+    answers = one_process(lines, again.folder)
+    assert answers["same"]["status"] == 0
+    said = f"run {adamw} compared with {adamw}: bit-equal: "
+    assert said in answers["same"]["err"]
+    assert answers["other"]["status"] == 3
+    assert f"compared with {adamw}: different from update " in answers["other"]["err"]
+    assert answers["dry"]["status"] == answers["changed"]["status"] == 2
+    assert "--with must come without overrides" in answers["changed"]["err"]
+    assert len(made.store.runs()) == before
+
+
 @pytest.mark.slow
 def test_a_users_model_and_dataset_once_they_are_allowed(made_wider, again_wider):
     answers = again_wider.answers
