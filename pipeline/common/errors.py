@@ -26,6 +26,9 @@ _PREAMBLE = (
     "<stack traces",
 )
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
+# Matches a line on which a sentence continues, and not one such as OmegaConf's
+# `full_key: …`.
+_CONTINUATION = re.compile(r"[a-z][a-z\-]*[ ,]")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # Texts that TensorFlow writes around the cause on the same line, each with its
 # replacement: positions in the graph, the iterator, the list of all labels, and the
@@ -274,7 +277,7 @@ def _sentence(lines: list[str]) -> str:
     """Return the first line, with the lines on which Keras continues its sentence."""
     sentence = lines[0]
     for line in lines[1:]:
-        if sentence.endswith((".", ":", "!", "?")) or not line[0].islower():
+        if sentence.endswith((".", ":", "!", "?")) or not _CONTINUATION.match(line):
             break
         sentence += f" {line}"
     return sentence
