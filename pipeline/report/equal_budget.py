@@ -1,6 +1,7 @@
 """Compares factors above 1 with factor 1 at an equal budget of time or examples."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +56,9 @@ class BudgetContrast:
             allows for the choice of the best settings.
         best_by_factor: the best setting for each factor.
         without: the groups without a finite loss at the budget.
-        more_seeds: the number of additional seeds per group that a verdict is expected
-            to need; 0 unless the state is `few`.
+        most_seeds: the largest number of seeds of a setting.
+        more: the additional seeds that a verdict is expected to need; none unless the
+            state is `few`.
     """
 
     axis: str
@@ -66,8 +68,9 @@ class BudgetContrast:
     other: Setting
     result: BestAgainstBest
     best_by_factor: dict[int, Setting]
-    without: list[str]
-    more_seeds: int
+    without: "WithoutLoss"
+    most_seeds: int
+    more: "MoreSeeds"
 
     @property
     def decided(self) -> bool:
@@ -89,7 +92,7 @@ class BudgetContrast:
             "state": self.state,
             "factor": self.other.factor,
             "seeds": self.seeds,
-            "more": self.more_seeds,
+            "more": self.more.count,
             "difference": self.result.value,
             "interval": [self.result.lower, self.result.upper],
             "paired": self.result.best.paired,
@@ -99,19 +102,76 @@ class BudgetContrast:
 
 
 @dataclass(frozen=True)
+class MoreSeeds:
+    """Additional seeds that a verdict is expected to need.
+
+    Attributes:
+        count: the number of additional seeds per group; 0 if none would tell.
+        factors: the factors whose settings need them, in ascending order.
+    """
+
+    count: int = 0
+    factors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class WithoutLoss:
+    """The names of the groups that have no finite loss at a budget for some seed.
+
+    Attributes:
+        later: those whose loss was logged for the first time after the budget.
+        never: those that did not log the loss, or the axis of the budget.
+        not_finite: the others, whose loss was not finite then.
+    """
+
+    later: list[str] = field(default_factory=list)
+    never: list[str] = field(default_factory=list)
+    not_finite: list[str] = field(default_factory=list)
+
+    def add(
+        self, group: str, budget: float, firsts: Sequence[float], jobs: int
+    ) -> None:
+        """Add a group.
+
+        Args:
+            group: its name.
+            budget: the budget, in units of its axis.
+            firsts: where the loss was logged first, for each job that logged it.
+            jobs: the number of jobs of the group.
+        """
+        if len(firsts) < jobs:
+            self.never.append(group)
+        elif max(firsts) > budget:
+            self.later.append(group)
+        else:
+            self.not_finite.append(group)
+
+    def clauses(self, metric: str) -> list[str]:
+        """Return a clause on each kind of group that there is."""
+        clauses = []
+        if self.later:
+            clauses.append(f"{joined(self.later)} had no {metric} yet")
+        if self.never:
+            clauses.append(f"{joined(self.never)} logged none")
+        if self.not_finite:
+            clauses.append(f"{joined(self.not_finite)} had no finite {metric}")
+        return clauses
+
+
+@dataclass(frozen=True)
 class Losses:
     """The losses of the settings at a budget, or the reason why there are none.
 
     Attributes:
         budget: the amount at which the shortest job ends, in units of the axis.
         settings: the settings that have a finite loss at the budget for each seed.
-        without: the names of the other groups.
+        without: the other groups.
         reason: why the settings cannot be compared; empty if they can.
     """
 
     budget: float = math.nan
     settings: list[Setting] = field(default_factory=list)
-    without: list[str] = field(default_factory=list)
+    without: WithoutLoss = field(default_factory=WithoutLoss)
     reason: str = ""
 
 
@@ -126,17 +186,18 @@ def contrast_at_budget(
         losses: the settings' losses at the budget. They must include settings with
             factor 1 and with a larger factor.
         axis: the axis of the budget.
-        looks: the number of seeds at each earlier verdict.
+        looks: the largest number of seeds of a setting at each earlier verdict.
     """
     bases = [setting for setting in losses.settings if setting.factor == 1]
     others = [setting for setting in losses.settings if setting.factor != 1]
     base_losses = [setting.losses for setting in bases]
     other_losses = [setting.losses for setting in others]
-    seeds = min(len(setting.losses) for setting in losses.settings)
-    earlier = len([look for look in looks if look < seeds])
+    # Seeds may have been added to some of the settings only: that is a look, too.
+    most_seeds = max(len(setting.losses) for setting in losses.settings)
+    earlier = len([look for look in looks if look < most_seeds])
     result = best_against_best(base_losses, other_losses, chance_of_look(earlier))
 
-    more_seeds = 0
+    more = MoreSeeds()
     if result.upper < 0:
         state = "pays"
     elif result.lower > 0:
@@ -144,8 +205,8 @@ def contrast_at_budget(
     else:
         state = "same"
         if not result.best.equal:
-            more_seeds = _more_seeds(base_losses, other_losses, result, earlier)
-        if more_seeds:
+            more = _more_seeds(bases, others, result, earlier)
+        if more.count:
             state = "few"
         elif not result.best.equal and result.best.error is None:
             state = "unvaried"
@@ -164,7 +225,8 @@ def contrast_at_budget(
         result=result,
         best_by_factor=best_by_factor,
         without=losses.without,
-        more_seeds=more_seeds,
+        most_seeds=most_seeds,
+        more=more,
     )
 
 
@@ -178,7 +240,6 @@ def losses_at_budget(
     first point of a job comes later.
     """
     losses_at: dict[str, tuple[Any, Any]] = {}
-    budget = math.inf
     for job in jobs:
         curve = sweep.smooth(job, metric)
         if curve is None:
@@ -187,9 +248,9 @@ def losses_at_budget(
         known = np.isfinite(x)
         if known.any():
             losses_at[job.name] = (x[known], curve.values[known])
-            budget = min(budget, float(x[known][-1]))
     if not losses_at:
         return Losses(reason=f"no job logged its {BUDGETS[axis]}")
+    budget = min(float(x[-1]) for x, _ in losses_at.values())
 
     def loss_at_budget(job: JobResult) -> float:
         if job.name not in losses_at:
@@ -198,13 +259,16 @@ def losses_at_budget(
         return float(np.interp(budget, x, y, left=math.nan))
 
     settings = []
-    without = []
+    without = WithoutLoss()
     for group, group_jobs in by_group(jobs).items():
         if all(math.isfinite(loss_at_budget(job)) for job in group_jobs):
             losses = values_by_seed(group_jobs, loss_at_budget)
             settings.append(Setting(group, group_jobs[0].factor or 0, losses))
-        else:
-            without.append(group)
+            continue
+        firsts = [
+            losses_at[job.name][0][0] for job in group_jobs if job.name in losses_at
+        ]
+        without.add(group, budget, firsts, len(group_jobs))
 
     factors = {setting.factor for setting in settings}
     if 1 not in factors or len(factors) < 2:
@@ -214,7 +278,7 @@ def losses_at_budget(
             unit = "of training"
             amount = number(budget, wording.SECONDS)
         reason = (
-            f"{joined(without)} had no finite {metric} by then: the shortest run ends "
+            f"{' and '.join(without.clauses(metric))} when the shortest run ended, "
             f"after {amount} {unit}"
         )
         return Losses(reason=reason)
@@ -222,25 +286,42 @@ def losses_at_budget(
 
 
 def _more_seeds(
-    bases: list[Values], others: list[Values], result: BestAgainstBest, earlier: int
-) -> int:
-    """Predict the number of additional seeds per group that a verdict needs.
+    bases: list[Setting], others: list[Setting], result: BestAgainstBest, earlier: int
+) -> MoreSeeds:
+    """Predict the additional seeds that a verdict needs.
 
     The prediction assumes that means and deviations do not change. It counts the later
-    verdict as one more look at the data; see `chance_of_look`.
+    verdict as one more look at the data; see `chance_of_look`. It asks for seeds of
+    factor 1 and of the best larger factor, unless they are needed of all factors: a
+    larger factor is better if one is, and worse only if all are.
 
     Returns:
-        The number of seeds, or 0 if more than `MOST_ADDED_SEEDS` are needed. If the
-        error is unknown, the number that raises the seeds to `FEWEST_SEEDS`.
+        No seeds if more than `MOST_ADDED_SEEDS` are needed. If the error is unknown,
+        the number that raises the seeds to `FEWEST_SEEDS`.
     """
     seeds = result.best.seeds
+    best_factor = others[result.other].factor
     if result.best.error is None:
         # Nothing can be predicted from an unknown error. If the results of
         # `FEWEST_SEEDS` seeds do not vary, those of further seeds will not either.
-        return max(FEWEST_SEEDS - seeds, 0)
+        missing = max(FEWEST_SEEDS - seeds, 0)
+        if not missing:
+            return MoreSeeds()
+        return MoreSeeds(missing, (1, best_factor))
+
+    base_losses = [setting.losses for setting in bases]
+    other_losses = [setting.losses for setting in others]
+    of_best_factor = [setting.factor == best_factor for setting in others]
+    all_factors = tuple(sorted({1, *(setting.factor for setting in others)}))
     chance = chance_of_look(earlier + 1)
     for total in range(seeds + 1, seeds + MOST_ADDED_SEEDS + 1):
-        expected = best_against_best(bases, others, chance, total)
-        if expected.upper < 0 or expected.lower > 0:
-            return total - seeds
-    return 0
+        for factors, grows in (
+            ((1, best_factor), of_best_factor),
+            (all_factors, [True] * len(others)),
+        ):
+            expected = best_against_best(
+                base_losses, other_losses, chance, total, grows
+            )
+            if expected.upper < 0 or expected.lower > 0:
+                return MoreSeeds(total - seeds, factors)
+    return MoreSeeds()

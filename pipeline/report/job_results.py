@@ -77,6 +77,14 @@ class JobResult:
         return self.status == "FINISHED"
 
     @property
+    def has_outcome(self) -> bool:
+        """Whether it finished or failed, so that running it again would not help.
+
+        A job that was interrupted goes on with `--again`.
+        """
+        return self.status in ("FINISHED", "FAILED")
+
+    @property
     def is_cut_by_tokens(self) -> bool:
         """Whether `accumulation.micro_batch_tokens` cuts the effective batches."""
         return cuts_by_tokens(self.params)

@@ -99,10 +99,13 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
     These are the best settings of a search, see `_take_best_of_search`. Otherwise, if
     several groups were ranked by their time to the target and no time is only an upper
     bound, they are those of `_take_fastest`. Otherwise, they are those of the only
-    verdict that recommends a setting.
+    verdict that recommends a setting. While jobs are missing, there are none: the
+    settings that ran first would win.
     """
     if sweep.best:
         yield _take_best_of_search(sweep, earlier)
+        return
+    if not all(job.has_outcome for job in sweep.jobs):
         return
 
     for times in results_of(earlier, TargetTimes):
@@ -200,8 +203,8 @@ def _better_final(
 ) -> str:
     """Return a sentence if another group has a better final result.
 
-    Otherwise, or if chance may explain the difference, or if the final results are
-    unknown, return an empty string.
+    It says whether chance may explain the difference. Otherwise, or if the final
+    results are unknown, return an empty string.
     """
     finals = results_of(earlier, FinalResult)
     if not finals or finals[0].equal:
@@ -219,7 +222,10 @@ def _better_final(
         if is_reversed(lead, final.ranking.lower_is_better):
             other_seeds = ", though not at the seeds that both have"
         elif lead.seeds > 1 and not lead.told_apart:
-            return ""
+            return (
+                f" {best.name} ends best by {final.metric}, but the difference is "
+                "within chance."
+            )
 
     examples = ""
     seen_by_best = final.horizons.get(best.name, 0)

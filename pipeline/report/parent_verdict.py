@@ -39,7 +39,7 @@ def record(client: Any, sweep: SweepResult, findings: Sequence[SweepFinding]) ->
 
     note = client.get_run(sweep.run_id).data.tags.get(NOTE, "")
     client.set_tag(sweep.run_id, NOTE, with_verdicts(note, verdicts))
-    seeds = min(verdict.seeds for verdict in verdicts)
+    seeds = _most_seeds(verdicts)
     for key, value in metrics(verdicts).items():
         client.log_metric(sweep.run_id, key, value, step=seeds)
 
@@ -90,8 +90,8 @@ def metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
     For each budget, they are the difference between the losses and the two ends of its
     interval. `factor` is the recommended factor, if a budget is decided. If there are
     several verdicts, the names also include the recipe and the micro-batch. Values that
-    are not finite are left out. `SEEDS_OF_VERDICT` is the smallest number of seeds, if
-    it is at least two.
+    are not finite are left out. `SEEDS_OF_VERDICT` is the largest number of seeds of a
+    setting, if it is at least two.
     """
     values: dict[str, float] = {}
     for verdict in verdicts:
@@ -108,7 +108,15 @@ def metrics(verdicts: Sequence[Verdict]) -> dict[str, float]:
             values[f"{prefix}/factor"] = verdict.better.factor
 
     known = {key: value for key, value in values.items() if math.isfinite(value)}
-    seeds = min(verdict.seeds for verdict in verdicts)
+    seeds = _most_seeds(verdicts)
     if seeds > 1:
         known[SEEDS_OF_VERDICT] = seeds
     return known
+
+
+def _most_seeds(verdicts: Sequence[Verdict]) -> int:
+    """Return the largest number of seeds of a setting, which grows with each look."""
+    seeds = []
+    for verdict in verdicts:
+        seeds += [contrast.most_seeds for contrast in verdict.contrasts]
+    return max(seeds)

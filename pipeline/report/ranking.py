@@ -65,7 +65,7 @@ class Ranking:
     ) -> "Ranking":
         """Rank one or more groups by their means.
 
-        Neighbors in the ranking with the same values are merged.
+        Groups with the same value for each seed are merged.
         """
         sign = 1 if lower_is_better else -1
         groups = [Ranked(name, values) for name, values in values_by_group.items()]
@@ -73,9 +73,12 @@ class Ranking:
 
         merged: list[Ranked] = []
         for group in groups:
-            last = merged[-1] if merged else None
-            if last is not None and _same_values(last.values, group.values):
-                merged[-1] = Ranked(last.name, last.values, (*last.same, group.name))
+            # Another group may have the same mean, and so stand between the two.
+            for place, other in enumerate(merged):
+                if _same_values(other.values, group.values):
+                    same = (*other.same, group.name)
+                    merged[place] = Ranked(other.name, other.values, same)
+                    break
             else:
                 merged.append(group)
         return cls(quantity, merged, lower_is_better)
@@ -167,6 +170,11 @@ class Ranking:
         if len(self.groups) == 1:
             return f"{best_value}."
         worst = self.groups[-1]
+        if abs(best.mean - worst.spread.mean) <= EQUAL * abs(best.mean):
+            return (
+                f"all {len(self.means)} groups have the same mean, {best_value}, but "
+                f"not the same value for each seed. {self._lead_sentence(scale)}"
+            )
         worst_value = worst.spread.text(scale)
         ends = (
             f"{self.title(self.best)} {leads} {best_value}, {self.title(worst)} "
@@ -182,11 +190,12 @@ class Ranking:
             return (
                 f"The next is {name}, {number(distance, scale)} behind, with one seed."
             )
-        if distance <= EQUAL * abs(self.best.spread.mean):
-            return f"{name} does just as well."
+        if lead.equal:
+            return f"{name} does just as well at the seeds that both have."
 
         where = "behind"
-        if is_reversed(lead, self.lower_is_better):
+        has_equal_mean = distance <= EQUAL * abs(self.best.spread.mean)
+        if is_reversed(lead, self.lower_is_better) and not has_equal_mean:
             where = "ahead at the seeds that both have"
         half_width = lead.half_width()
         if math.isinf(half_width):
@@ -249,12 +258,8 @@ class FinalResult(Result):
 
     @property
     def equal(self) -> bool:
-        """Whether there are several groups, and all end at the same mean."""
-        best = self.ranking.best.spread.mean
-        for group in self.ranking.groups:
-            if not abs(best - group.spread.mean) <= EQUAL * abs(best):
-                return False
-        return len(self.ranking.means) > 1
+        """Whether there are several groups, all with the same value for each seed."""
+        return len(self.ranking.groups) == 1 and len(self.ranking.means) > 1
 
     def figures(self) -> dict[str, Any]:
         horizons = {}
@@ -297,7 +302,12 @@ def _final_sentences(result: FinalResult) -> str:
     if result.equal:
         value = ranking.best.spread.text()
         groups = len(ranking.means)
-        return f"Final {result.metric}: all {groups} groups end at {value}.{caveat}"
+        seeds = ""
+        if ranking.best.spread.count > 1:
+            seeds = ", with the same value for each seed"
+        return (
+            f"Final {result.metric}: all {groups} groups end at {value}{seeds}.{caveat}"
+        )
 
     if len(ranking.means) == 1:
         subject = f"Final {result.metric} of {ranking.best.name}"

@@ -174,7 +174,11 @@ class BestAgainstBest:
 
 
 def best_against_best(
-    bases: Sequence[Values], others: Sequence[Values], chance: float, seeds: int = 0
+    bases: Sequence[Values],
+    others: Sequence[Values],
+    chance: float,
+    seeds: int = 0,
+    grows: Sequence[bool] | None = None,
 ) -> BestAgainstBest:
     """Compare the best of `others` with the best of `bases`, where lower is better.
 
@@ -196,13 +200,17 @@ def best_against_best(
         chance: the chance of error of both ends together.
         seeds: if not 0, predict the result for this number of seeds, assuming the same
             means and deviations.
+        grows: for each of the other groups, whether it gets these seeds; by default,
+            all do. The base groups do in any case.
     """
+    if grows is None:
+        grows = [True] * len(others)
     differences = []
-    for other in others:
+    for other, gets_seeds in zip(others, grows, strict=True):
         row = []
         for base in bases:
             pair = difference(base, other)
-            if seeds:
+            if gets_seeds and seeds > pair.seeds:
                 pair = pair.with_seeds(seeds)
             row.append(pair)
         differences.append(row)

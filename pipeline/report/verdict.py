@@ -6,11 +6,14 @@ budget of examples. A budget is the amount at which the shortest job ends.
 """
 
 import math
+import re
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import count
+from pipeline.config import plain
 from pipeline.report.equal_budget import (
     BUDGETS,
     BudgetContrast,
@@ -23,7 +26,6 @@ from pipeline.report.job_results import (
     PEAK_MEMORY,
     JobResult,
     by_group,
-    finished_jobs,
     grouped,
     pooled,
 )
@@ -43,6 +45,9 @@ _HEADLINES = {
     "same": "Accumulating makes no difference within the seeds",
 }
 
+# Values that need no quotes in an override.
+_PLAIN_VALUE = re.compile(r"[\w.+-]+")
+
 
 @dataclass(frozen=True)
 class Verdict(Result):
@@ -57,7 +62,8 @@ class Verdict(Result):
         reasons: why the other budgets do not, by budget.
         memory_ratio: the peak memory with the larger factor relative to factor 1, or
             NaN if it is unknown.
-        rates: the peak learning rate of the best setting with each factor, by factor.
+        rates: the peak learning rate of the best setting with each factor, by factor,
+            for each budget of `contrasts`.
         command: the command that adds the seeds which a verdict needs; empty if none
             are needed or the seed of a job is unknown.
         remarks: sentences that follow the verdict.
@@ -69,7 +75,7 @@ class Verdict(Result):
     contrasts: list[BudgetContrast]
     reasons: dict[str, str]
     memory_ratio: float
-    rates: dict[int, float]
+    rates: dict[str, dict[int, float]]
     command: str
     remarks: str
 
@@ -118,7 +124,8 @@ class Verdict(Result):
     def figures(self) -> dict[str, Any]:
         figures: dict[str, Any] = {}
         for contrast in self.contrasts:
-            figures[contrast.axis] = contrast.figures()
+            rates = {"rates": self.rates[contrast.axis]}
+            figures[contrast.axis] = contrast.figures() | rates
         figures |= {
             "recipe": self.recipe,
             "micro": self.micro,
@@ -128,7 +135,7 @@ class Verdict(Result):
             "memory": self.memory_ratio,
             "take": None,
             "take_factor": None,
-            "rates": self.rates,
+            "rates": self.rates[self.chosen.axis],
             "command": self.command,
         }
         if self.better is not None:
@@ -184,29 +191,39 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         yield SweepFinding("verdict", text)
         return
 
-    # Leave out groups with a job that did not finish: they cannot be recommended.
+    # Leave out groups with a job that failed: they cannot be recommended.
     left_out = []
     for group, jobs in sweep.groups.items():
-        if len(finished_jobs(jobs)) < len(jobs):
+        if any(job.has_outcome and not job.finished for job in jobs):
             left_out.append(group)
     remark = ""
     if left_out:
         remark = f" Left out, as not every seed finished: {joined(left_out)}."
 
-    verdicts = []
+    found = []
     for jobs in _jobs_of_equal_memory(sweep, left_out):
+        missing = _missing_jobs(sweep, jobs[0])
+        if missing:
+            found.append(_no_verdict_yet(jobs[0].recipe, missing))
+            continue
         verdict = _verdict(sweep, jobs, remark)
         if verdict is not None:
-            verdicts.append(verdict)
-    yield from verdicts
+            found.append(verdict)
+    yield from found
+    if found:
+        return
 
-    if not verdicts:
-        text = (
-            "Whether accumulating pays cannot be determined: this takes jobs with "
-            "factor 1 and with a larger factor, of one micro-batch size, that "
-            "finished with a loss."
-        )
-        yield SweepFinding("verdict", text + remark)
+    missing = [job for job in sweep.jobs if not job.has_outcome]
+    if missing:
+        yield _no_verdict_yet("", missing)
+        return
+    jobs = [job for job in sweep.jobs if job.group not in left_out]
+    text = (
+        "Whether accumulating pays cannot be determined: this takes jobs with "
+        "factor 1 and with a larger factor, of one micro-batch size, that "
+        f"finished with a loss, {_why_no_pair(jobs)}."
+    )
+    yield SweepFinding("verdict", text + remark)
 
 
 def _jobs_of_equal_memory(
@@ -220,6 +237,80 @@ def _jobs_of_equal_memory(
         factors = _factors(alike)
         if 1 in factors and len(factors) > 1:
             yield alike
+
+
+def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
+    """Return the jobs without an end that a verdict on jobs like `job` has to include.
+
+    The micro-batch of a job without a run is not known, so it counts in any case.
+    """
+    missing = []
+    for other in sweep.jobs:
+        is_like = other.recipe == job.recipe and other.micro_batch_size in (
+            None,
+            job.micro_batch_size,
+        )
+        if is_like and not other.has_outcome:
+            missing.append(other)
+    return missing
+
+
+def _no_verdict_yet(recipe: str, missing: list[JobResult]) -> SweepFinding:
+    """Return why there is no verdict while jobs that it compares have not ended.
+
+    The settings that are first in a sweep would win, and a look at them would have a
+    chance of error that no later one allows for.
+    """
+    are_missing = "has not ended"
+    if len(missing) > 1:
+        are_missing = "have not ended"
+    text = (
+        f"{_prefix(recipe)}No verdict yet, as {count(len(missing), 'job')} that it "
+        f"compares {are_missing}: {joined([job.name for job in missing])}. This report "
+        "is no look at the data, so it does not widen later intervals."
+    )
+    return SweepFinding("verdict", text)
+
+
+def _why_no_pair(jobs: list[JobResult]) -> str:
+    """Return a clause on why no jobs can be compared with factor 1 at equal memory.
+
+    Args:
+        jobs: the jobs of which every seed finished.
+    """
+    bases = [job for job in jobs if job.factor == 1]
+    others = [job for job in jobs if job.factor is not None and job.factor > 1]
+    if not bases or not others:
+        kind = "a larger factor"
+        if not bases:
+            kind = "factor 1"
+        return f"and there is no job with {kind} that did"
+
+    micro_of_bases = {job.micro_batch_size for job in bases}
+    micro_of_others = {job.micro_batch_size for job in others}
+    if not micro_of_bases & micro_of_others:
+        return (
+            f"while factor 1 has micro-batches of {_sizes(micro_of_bases)}, and larger "
+            f"factors of {_sizes(micro_of_others)}"
+        )
+    if {job.recipe for job in bases} & {job.recipe for job in others}:
+        return "and no loss was logged"
+    keys: dict[str, None] = {}  # an ordered set
+    for base in bases:
+        for other in others:
+            for key, value in {*base.settings} ^ {*other.settings}:
+                if f"{key}={value}" in f" {base.recipe} {other.recipe} ".split():
+                    keys[key] = None
+    names = joined(sorted(keys))
+    return (
+        f"while jobs with factor 1 and jobs with larger factors differ in {names}, too: "
+        "sweep accumulation.factor and optimizer.learning_rate as keys of their own"
+    )
+
+
+def _sizes(sizes: set[int | None]) -> str:
+    known = sorted(size for size in sizes if size is not None)
+    return joined([str(size) for size in known]) or "unknown size"
 
 
 def _factors(jobs: list[JobResult]) -> set[int | None]:
@@ -257,8 +348,7 @@ def _verdict(
     chosen = chosen_contrast(contrasts)
     command = ""
     if state_of(contrasts) == "few":
-        more_seeds = max(contrast.more_seeds for contrast in contrasts)
-        command = command_for_seeds(sweep, more_seeds)
+        command = _command_for_verdict(sweep, jobs, contrasts)
     result = Verdict(
         recipe=recipe,
         micro=jobs[0].micro_batch_size,
@@ -266,33 +356,97 @@ def _verdict(
         contrasts=contrasts,
         reasons=reasons,
         memory_ratio=_memory_ratio(jobs, chosen),
-        rates=_rates(jobs, chosen),
+        rates={contrast.axis: _rates(jobs, contrast) for contrast in contrasts},
         command=command,
         remarks=shared_device_caveat(sweep) + remark,
     )
     return SweepFinding("verdict", result.text(), result)
 
 
-def command_for_seeds(sweep: SweepResult, more: int) -> str:
-    """Return the command that adds `more` seeds to a sweep.
+def _command_for_verdict(
+    sweep: SweepResult, jobs: list[JobResult], contrasts: list[BudgetContrast]
+) -> str:
+    """Return the command that adds the seeds which the contrasts ask for.
+
+    Args:
+        sweep: the sweep.
+        jobs: the jobs of the verdict.
+        contrasts: its contrasts.
+    """
+    more = 0
+    factors: set[int] = set()
+    for contrast in contrasts:
+        more = max(more, contrast.more.count)
+        factors.update(contrast.more.factors)
+    wanted = [job for job in jobs if job.factor in factors]
+    return command_for_seeds(sweep, more, wanted)
+
+
+def command_for_seeds(
+    sweep: SweepResult, more: int, wanted: Sequence[JobResult] | None = None
+) -> str:
+    """Return the command that adds `more` seeds to the settings of some jobs.
 
     The command does not repeat finished jobs. If the names of all jobs include the
     seed, it also lists the existing seeds. Otherwise it adds at least two seeds, since
     the names of the new jobs would not include a single seed. The result is empty if
     the seed of a job is unknown.
+
+    Args:
+        sweep: the sweep.
+        more: the number of seeds to add to each setting.
+        wanted: jobs of the settings that get seeds; by default, all jobs.
     """
     seeds = {job.seed or "" for job in sweep.jobs}
     if not all(seed.isdecimal() for seed in seeds):
         return ""
+    if wanted is None:
+        wanted = sweep.jobs
     known = sorted(int(seed) for seed in seeds)
     in_names = all("seed" in dict(job.settings) for job in sweep.jobs)
-    if not in_names:
-        more = max(more, 2)
-    wanted = list(range(known[-1] + 1, known[-1] + 1 + more))
     if in_names:
-        wanted = known + wanted
-    values = ",".join(str(seed) for seed in wanted)
-    return f"{again_command(sweep.name, sweep.run_id, sweep.uri)} seed={values}"
+        # Some settings may lack seeds that others have.
+        fewest = min(len({job.seed for job in of}) for of in by_group(wanted).values())
+        more = max(fewest + more - len(known), 0)
+    else:
+        more = max(more, 2)
+    wanted_seeds = list(range(known[-1] + 1, known[-1] + 1 + more))
+    if in_names:
+        wanted_seeds = known + wanted_seeds
+    values = ",".join(str(seed) for seed in wanted_seeds)
+    overrides = [f"seed={values}", *_overrides_of_settings(sweep, wanted)]
+    command = again_command(sweep.name, sweep.run_id, sweep.uri)
+    return f"{command} {shlex.join(overrides)}"
+
+
+def _overrides_of_settings(
+    sweep: SweepResult, wanted: Sequence[JobResult]
+) -> list[str]:
+    """Return the overrides that select the settings of some jobs of a sweep.
+
+    A swept key is left alone if its values have to be quoted, or if another swept key
+    has the same name in the names of the jobs.
+    """
+    names = [plain.short(key, "") for key in sweep.varied]
+    overrides = []
+    for key in sweep.varied:
+        name = plain.short(key, "")
+        if key == "seed" or names.count(name) > 1:
+            continue
+        short_key = name.removesuffix("=")
+        texts = [dict(job.settings).get(short_key) for job in sweep.jobs]
+        of_wanted = [dict(job.settings).get(short_key) for job in wanted]
+        values = list(dict.fromkeys(of_wanted))
+        if set(values) == set(texts):
+            continue
+        if not all(value and _PLAIN_VALUE.fullmatch(value) for value in values):
+            continue
+        choices = ",".join(map(str, values))
+        if len(values) == 1:
+            # The key has to stay a swept one, as it is in the names of the jobs.
+            choices = f"choice({choices})"
+        overrides.append(f"{key}={choices}")
+    return overrides
 
 
 def _prefix(recipe: str) -> str:
@@ -354,11 +508,21 @@ def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
     return rates
 
 
-def _rates_sentence(rates: dict[int, float]) -> str:
-    if not rates:
+def _rates_sentence(rates: dict[str, dict[int, float]]) -> str:
+    """Return a sentence on the rates, for each budget if they differ between them."""
+    texts = {}
+    for axis, rate_by_factor in rates.items():
+        factors = []
+        for factor, rate in rate_by_factor.items():
+            factors.append(f"{number(rate)} with factor {factor}")
+        if factors:
+            texts[axis] = ", ".join(factors)
+    if not texts:
         return ""
-    texts = [f"{number(rate)} with factor {factor}" for factor, rate in rates.items()]
-    return f" The peak learning rates were {', '.join(texts)}."
+    if len(set(texts.values())) == 1:
+        return f" The peak learning rates were {next(iter(texts.values()))}."
+    clauses = [f"at equal {BUDGETS[axis]} {text}" for axis, text in texts.items()]
+    return f" The peak learning rates were, {'; '.join(clauses)}."
 
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:
@@ -375,9 +539,9 @@ def _clause(contrast: BudgetContrast, metric: str) -> str:
         direction = "lower"
     difference = number(abs(contrast.result.value))
     without = ""
-    if contrast.without:
-        names = joined(contrast.without)
-        without = f", without {names}, which had no finite loss then"
+    left_out = contrast.without.clauses(metric)
+    if left_out:
+        without = f", while {' and '.join(left_out)}"
     certainty = f"{_interval(contrast)}{_consequence(contrast)}"
     return f"{best} is {direction} by {difference} ({certainty}){without}"
 
@@ -406,8 +570,9 @@ def _consequence(contrast: BudgetContrast) -> str:
         return ", within chance"
     if contrast.state != "few":
         return ""
-    seeds = count(contrast.more_seeds, "more seed")
+    seeds = count(contrast.more.count, "more seed")
     would = "would tell"
     if contrast.seeds < 2:
         would = "would show how far seeds vary"
-    return f"; {seeds} of factors 1 and {contrast.other.factor} {would}"
+    factors = [str(factor) for factor in contrast.more.factors]
+    return f"; {seeds} of factors {', '.join(factors[:-1])} and {factors[-1]} {would}"

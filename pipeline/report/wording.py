@@ -62,14 +62,17 @@ def plus_minus(value: float, deviation: float, scale: Scale = PLAIN) -> str:
     Both have as many decimals as two significant digits of the deviation need, so none
     if the deviation in this unit is 10 or more. If the deviation is 0 or below 1e-7, or
     if the magnitude of one of the two is a million or more, `number` formats both
-    instead.
+    instead. A value that is rounded to 0 has no sign.
     """
     unit = unit_of(value, scale)
     value /= unit.divisor
     deviation /= unit.divisor
     if deviation >= 1e-7 and max(abs(value), deviation) < 1e6:
         digits = max(1 - math.floor(math.log10(deviation)), 0)
-        return f"{value:.{digits}f} ± {deviation:.{digits}f}{unit.name}"
+        text = f"{value:.{digits}f}"
+        if float(text) == 0:
+            text = text.removeprefix("-")
+        return f"{text} ± {deviation:.{digits}f}{unit.name}"
     return f"{number(value)} ± {number(deviation)}{unit.name}"
 
 

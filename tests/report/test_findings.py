@@ -117,7 +117,36 @@ def test_error_bars_and_whether_groups_differ(store):
     final = first_by_topic(sweep)["final"]
     assert final.figures["worst"] == "factor=1"
     assert final.figures["groups"]["factor=2"] == pytest.approx(0.92)
-    assert "does just as well" in final.text
+    # Their means are equal, but not the results of each seed.
+    assert (
+        "The next is factor=2, 0.000 ± 0.025 behind (95%, over 3 pairs with equal "
+        "seeds), so the data do not tell them apart."
+    ) in final.text
+
+
+def test_only_groups_with_equal_results_of_each_seed_are_one():
+    def final_of(losses_by_rate: dict[int, list[float]]) -> SweepFinding:
+        jobs = []
+        for rate, losses in losses_by_rate.items():
+            for seed, loss in enumerate(losses):
+                jobs.append(synthetic.job(f"rate={rate} seed={seed}", loss))
+        return ranking.final_result(synthetic.swept(jobs))
+
+    equal = final_of({1: [2.0, 2.5], 2: [2.0, 2.5]})
+    assert equal.figures["equal"]
+    assert "all 2 groups end at 2.25 ± 0.35, with the same value for each" in equal.text
+
+    # The same mean, by other results.
+    other = final_of({1: [2.0, 2.5], 2: [2.5, 2.0]})
+    assert "equal" not in other.figures
+    assert (
+        "all 2 groups have the same mean, 2.25 ± 0.35 (2 seeds), but not the same value "
+        "for each seed. The next is rate=2, 0.0 ± 6.4 behind"
+    ) in other.text
+
+    # One group stands between two that are the same.
+    two = final_of({1: [2.0, 2.5], 2: [2.5, 2.0], 3: [2.0, 2.5]})
+    assert two.figures["same"] == ["rate=3"]
 
 
 def test_a_lower_error_is_better_and_one_seed_is_named_as_one(store):

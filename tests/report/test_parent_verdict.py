@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.report import parent_verdict, reading, writer
-from pipeline.report.equal_budget import BudgetContrast, Setting
+from pipeline.report.equal_budget import BudgetContrast, MoreSeeds, Setting, WithoutLoss
 from pipeline.report.seed_differences import BestAgainstBest, Difference
 from pipeline.report.verdict import Verdict
 from pipeline.sweep import mlflow_view
@@ -136,8 +136,9 @@ def verdict_of(recipe: str, state: str = "few") -> Verdict:
         other=Setting("factor=4", 4, {"0": 1.5}),
         result=BestAgainstBest(0, 0, -0.5, -1.0, math.inf, difference),
         best_by_factor={},
-        without=[],
-        more_seeds=2,
+        without=WithoutLoss(),
+        most_seeds=1,
+        more=MoreSeeds(2, (1, 4)),
     )
     return Verdict(
         recipe=recipe,
@@ -146,7 +147,7 @@ def verdict_of(recipe: str, state: str = "few") -> Verdict:
         contrasts=[contrast],
         reasons={"seconds": "no job logged its time"},
         memory_ratio=1.0,
-        rates={},
+        rates={"examples": {}},
         command="",
         remarks=" words" * 900,
     )

@@ -464,6 +464,13 @@ def test_the_verdict(case):
         assert text.startswith("No verdict on the factors of a search")
         return
 
+    if planted.planned:
+        (name,) = planted.planned
+        assert text.startswith(
+            f"No verdict yet, as 1 job that it compares has not ended: {name}."
+        )
+        return
+
     groups = groups_of(planted)
     for group, group_jobs in list(groups.items()):
         if not all(job.finished for job in group_jobs):

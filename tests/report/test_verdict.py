@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from pipeline.report import verdict
 from pipeline.report.findings import SweepFinding
-from pipeline.report.job_results import Curve
+from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import TOPICS, summarize
 from tests import synthetic
@@ -161,6 +161,88 @@ def test_the_rate_of_each_factor_is_named():
     assert (
         " The peak learning rates were 0.002 with factor 1, 0.008 with factor 4."
     ) in finding.text
+
+
+def test_the_rates_of_each_budget_are_named_where_they_differ():
+    """Factor 1 is best at rate 0.01 after equal examples, and at 0.03 in equal time."""
+    jobs = []
+    settings = ((1, 0.01, 2.0, 0.02), (1, 0.03, 2.1, 0.01), (4, 0.03, 1.9, 0.01))
+    for factor, rate, loss, seconds in settings:
+        batch = MICRO_BATCH * factor
+        name = f"factor={factor} rate={rate} batch={batch}"
+        for seed in range(3):
+            end = loss + 0.01 * seed
+            job = synthetic.job(
+                f"{name} seed={seed}", end, factor=factor, batch=batch, seconds=seconds
+            )
+            rates = np.full(3, rate)
+            job.curves["train/learning_rate"] = Curve(np.array([1, 2, 3]), rates)
+            jobs.append(job)
+    finding = verdict_of(synthetic.swept(jobs))
+    assert finding.figures["seconds"]["rates"] == {1: 0.03, 4: 0.03}
+    assert finding.figures["examples"]["rates"] == {1: 0.01, 4: 0.03}
+    assert (
+        " The peak learning rates were, at equal time 0.03 with factor 1, 0.03 with "
+        "factor 4; at equal examples 0.01 with factor 1, 0.03 with factor 4."
+    ) in finding.text
+
+
+@pytest.mark.parametrize("status", ["NO RUN", "RUNNING", "KILLED"])
+def test_there_is_no_verdict_while_a_job_that_it_compares_is_missing(status):
+    sweep = sweep_of({1: [2.0, 2.01, 2.02], 4: [1.5, 1.51, 1.52], 16: [1.9, 1.91, 1.9]})
+    jobs = []
+    for job in sweep.jobs:
+        if status == "NO RUN" and job.factor == 16:
+            job = JobResult(job.name)
+        elif job.name == "factor=16 batch=128 seed=2":
+            job = replace(job, status=status)
+        jobs.append(job)
+    findings = summarize(synthetic.swept(jobs))
+    assert findings[0].text.startswith("No verdict yet, as ")
+    assert "factor=16 batch=128 seed=2" in findings[0].text
+    assert findings[0].figures == {}
+    for finding in findings:
+        assert "recommended" not in finding.figures
+        assert "Accumulate" not in finding.text
+        assert "Do not accumulate" not in finding.text
+
+
+def test_a_missing_job_of_another_recipe_does_not_delay_a_verdict():
+    none = sweep_of({1: [2.0, 2.01], 4: [2.5, 2.52]}, "scaling=none")
+    root = sweep_of({1: [2.0, 2.01], 4: [2.5, 2.52]}, "scaling=sqrt")
+    open_jobs = [*root.jobs[:-1], JobResult(root.jobs[-1].name)]
+    of_none, of_root = verdict.findings(synthetic.swept(none.jobs + open_jobs))
+    assert of_none.figures["recipe"] == "scaling=none"
+    assert of_root.text.startswith("scaling=sqrt: No verdict yet, as 1 job ")
+
+
+def test_seeds_are_added_to_the_settings_that_the_verdict_asks_for():
+    """Factor 16 is far from the others, and scaling=sqrt is clear."""
+    noise = [-0.02, 0.02, 0.0]
+    losses = {1: [2.0] * 3, 4: around(1.96, noise), 16: around(3, noise)}
+    none = sweep_of(losses, "scaling=none")
+    root = sweep_of({1: [2.0] * 3, 4: around(1, noise), 16: [3.0] * 3}, "scaling=sqrt")
+    varied = ["scaling", "accumulation.factor", "seed"]
+    sweep = replace(synthetic.swept(none.jobs + root.jobs), varied=varied)
+    of_none, of_root = verdict.findings(sweep)
+    assert of_none.figures["state"] == "few"
+    assert "more seeds of factors 1 and 4 would tell" in of_none.text
+    assert of_none.figures["command"].endswith(
+        " seed=0,1,2,3,4,5,6 'scaling=choice(none)' accumulation.factor=1,4"
+    )
+    assert of_root.figures["command"] == ""
+
+
+def test_seeds_of_some_factors_are_one_more_look():
+    losses = {
+        1: [2.0, 2.02, 1.98, 2.0],
+        4: [1.8, 1.8, 1.79, 1.79],
+        16: [3.0, 3.01, 3.0],
+    }
+    sweep = sweep_of(losses)
+    first = verdict_of(sweep).figures["examples"]["interval"]
+    again = verdict_of(replace(sweep, looks=(3,))).figures["examples"]["interval"]
+    assert again[1] - again[0] > first[1] - first[0]
 
 
 def test_two_seeds_have_an_interval_and_the_number_that_would_tell():
@@ -322,8 +404,7 @@ def test_why_nothing_is_said_at_equal_examples():
     sweep = synthetic.swept(jobs)
     finding = verdict_of(sweep)
     reason = (
-        "factor=64 had no finite val/loss by then: the shortest run ends after 6144 "
-        "examples"
+        "factor=64 had no val/loss yet when the shortest run ended, after 6144 examples"
     )
     assert f"at equal examples nothing can be said, as {reason}" in finding.text
     assert finding.figures == {}
@@ -345,7 +426,16 @@ def test_a_factor_without_a_loss_at_the_budget_is_named():
             job.curves["train/examples_seen"].values[:] += 10_000
     figures = verdict_of(sweep).figures["examples"]
     assert figures["factor"] == 4
-    assert ", without factor=16 batch=128, which had no finite loss then" in (
+    assert ", while factor=16 batch=128 had no val/loss yet (3 seeds" in (
+        verdict_of(sweep).text
+    )
+
+    # One that diverged was evaluated.
+    for job in sweep.jobs:
+        if job.factor == 16:
+            job.curves["train/examples_seen"].values[:] -= 10_000
+            job.curves["val/loss"].values[:] = math.nan
+    assert ", while factor=16 batch=128 had no finite val/loss and" in (
         verdict_of(sweep).text
     )
 
@@ -440,6 +530,8 @@ def test_a_better_final_result_is_named_unless_chance_may_explain_it():
         assert chosen.figures["recommended"] == "rate=2"
         is_better = "By its final val/loss rate=1 is better."
         assert (is_better in chosen.text) is is_named
+        by_chance = "rate=1 ends best by val/loss, but the difference is within chance."
+        assert (by_chance in chosen.text) is not is_named
 
 
 def test_without_a_twin_of_equal_memory_nothing_is_claimed():
@@ -454,7 +546,22 @@ def test_without_a_twin_of_equal_memory_nothing_is_claimed():
     assert (
         "this takes jobs with factor 1 and with a larger factor, of one micro-batch size"
     ) in finding.text
+    assert (
+        "while factor 1 has micro-batches of 64, and larger factors of 16."
+    ) in finding.text
     assert not list(verdict.findings(sweep_of({1: [2.0, 2.1]})))
+
+
+def test_why_coupled_settings_are_not_compared():
+    """A group of the config sets the factor together with the rate."""
+    small = sweep_of({1: [2.0, 2.1]}, "arm=small")
+    large = sweep_of({4: [1.0, 1.1]}, "arm=large")
+    finding = verdict_of(synthetic.swept(small.jobs + large.jobs))
+    assert finding.text.endswith(
+        "that finished with a loss, while jobs with factor 1 and jobs with larger "
+        "factors differ in arm, too: sweep accumulation.factor and "
+        "optimizer.learning_rate as keys of their own."
+    )
 
 
 def test_a_setting_of_which_a_seed_failed_is_not_recommended():
