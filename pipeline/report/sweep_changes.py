@@ -1,15 +1,17 @@
 """What changed between two sweeps: config, code, packages, and each setting's result."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.common.errors import ConfigError, count, first_line
+from pipeline.config import plain
 from pipeline.report import key_differences, reading, statistics
 from pipeline.report.findings import FindingsPage, Result, SweepFinding
 from pipeline.report.html_page import RESULT, PageParts, Plot, axis, render, trace
 from pipeline.report.job_results import JobResult, finished_jobs
+from pipeline.report.key_differences import KeyDifference
 from pipeline.report.seed_differences import Difference, difference, values_by_seed
 from pipeline.report.statistics import CHANCE
 from pipeline.report.sweep_result import SweepResult
@@ -124,17 +126,25 @@ def page(uri: str, first: str, second: str, allow: Sequence[str]) -> FindingsPag
     """
     sweeps = [reading.read(uri, sweep, allow) for sweep in (first, second)]
     names = _names(sweeps)
-    shared = _shared_settings(sweeps)
-    keys = key_differences.between(_columns(sweeps, shared, lambda job: job.params))
-    environments = _environments(uri, sweeps, allow)
-    code = key_differences.between(
-        _columns(sweeps, [], lambda job: environments[job.run_id or ""])
-    )
-
-    findings = [
-        _settings_finding(sweeps, shared),
-        key_differences.finding(keys, code),
+    shared = shared_settings(sweeps)
+    keys: list[KeyDifference] = []
+    code: list[KeyDifference] = []
+    without_runs = [
+        name for name, sweep in zip(names, sweeps, strict=True) if not _runs(sweep.jobs)
     ]
+    if without_runs:
+        # Else each key and package of the other sweep would count as a difference.
+        text = f"Nothing to compare: no job of {joined(without_runs)} has a run."
+        what_differs = SweepFinding("keys", text)
+    else:
+        keys = key_differences.between(_columns(sweeps, shared, lambda job: job.params))
+        environments = _environments(uri, sweeps, allow)
+        code = key_differences.between(
+            _columns(sweeps, [], lambda job: environments[job.run_id or ""])
+        )
+        what_differs = key_differences.finding(keys, code)
+
+    findings = [_settings_finding(sweeps, shared), what_differs]
     all_changes = changes(sweeps)
     for result in all_changes:
         findings.append(SweepFinding("result", _result_sentences(result), result))
@@ -178,14 +188,14 @@ def changes(sweeps: Sequence[SweepResult]) -> list[ResultChanges]:
 
 def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChange]:
     pairs = {}
-    for setting in _shared_settings(sweeps):
+    for shared in shared_settings(sweeps):
         values = []
-        for sweep in sweeps:
-            finals = _finals(sweep, setting, metric)
+        for sweep, group in zip(sweeps, shared.groups, strict=True):
+            finals = _finals(sweep, group, metric)
             if finals:
                 values.append(finals)
         if len(values) == 2:
-            pairs[setting] = values
+            pairs[shared.name] = values
 
     of_metric = []
     for setting, (first, second) in pairs.items():
@@ -201,16 +211,102 @@ def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChang
     return of_metric
 
 
-def _finals(sweep: SweepResult, setting: str, metric: str) -> dict[str, float]:
-    """Return the final values of a metric by seed, of the finished jobs of a setting."""
-    jobs = finished_jobs(sweep.groups[setting])
+def _finals(sweep: SweepResult, group: str, metric: str) -> dict[str, float]:
+    """Return the final values of a metric by seed, of the finished jobs of a group."""
+    jobs = finished_jobs(sweep.groups[group])
     return values_by_seed(jobs, lambda job: sweep.final(job, metric))
 
 
-def _shared_settings(sweeps: Sequence[SweepResult]) -> list[str]:
-    """Return the settings that both sweeps have, in the order of the first one."""
+@dataclass(frozen=True)
+class SharedSetting:
+    """A setting that both sweeps have.
+
+    Attributes:
+        name: the name of the setting.
+        groups: the name of its group in the first and in the second sweep. They differ
+            if one sweep fixes a key that the other one varies.
+    """
+
+    name: str
+    groups: tuple[str, str]
+
+
+def shared_settings(sweeps: Sequence[SweepResult]) -> list[SharedSetting]:
+    """Return the settings that both sweeps have, in the order of the first one.
+
+    A key that only one of them varies has to have the same value in the other one.
+    """
     first, second = sweeps
-    return [setting for setting in first.groups if setting in second.groups]
+    keys = {plain.short(key, "")[:-1]: key for key in (*first.varied, *second.varied)}
+    shared = []
+    taken: set[str] = set()
+    for group, jobs in first.groups.items():
+        for other_group, other_jobs in second.groups.items():
+            if other_group in taken or not _same_setting(jobs, other_jobs, keys):
+                continue
+            taken.add(other_group)
+            name = _name_of_both(jobs[0], other_jobs[0])
+            shared.append(SharedSetting(name, (group, other_group)))
+            break
+    return shared
+
+
+def _same_setting(
+    jobs: Sequence[JobResult], others: Sequence[JobResult], keys: Mapping[str, str]
+) -> bool:
+    """Return whether two groups of jobs have the same setting.
+
+    Args:
+        jobs: the jobs of a group.
+        others: those of a group of the other sweep.
+        keys: the keys of the config by their names in the names of jobs.
+    """
+    settings = dict(jobs[0].settings)
+    other_settings = dict(others[0].settings)
+    for name in {*settings, *other_settings} - {"seed"}:
+        if name in settings and name in other_settings:
+            is_same = jobs[0].setting(name) == others[0].setting(name)
+            # A job without a run has no recorded sizes.
+            is_same = is_same or settings[name] == other_settings[name]
+        else:
+            value = _recorded(jobs, name, keys)
+            is_same = bool(value) and value == _recorded(others, name, keys)
+        if not is_same:
+            return False
+    return True
+
+
+def _recorded(
+    jobs: Sequence[JobResult], name: str, keys: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the recorded value of a key, or all values of a group of the config.
+
+    The result is empty if no job has a run, or if there is no such key.
+    """
+    for job in _runs(jobs):
+        if name in ("factor", "batch"):
+            return {name: str(job.setting(name))}
+        key = keys.get(name)
+        values = {}
+        for param, value in job.params.items():
+            if key is not None and f"{param}.".startswith(f"{key}."):
+                values[param] = value
+        return values
+    return {}
+
+
+def _name_of_both(job: JobResult, other: JobResult) -> str:
+    """Return the setting of a job, with what only the name of the other job has."""
+    settings = dict(other.settings) | dict(job.settings)
+    words = []
+    for key in dict.fromkeys([*dict(job.settings), *settings]):
+        if key == "seed":
+            continue
+        if settings[key]:
+            words.append(f"{key}={settings[key]}")
+        else:
+            words.append(key)
+    return " ".join(words) or job.group
 
 
 def _names(sweeps: Sequence[SweepResult]) -> list[str]:
@@ -223,7 +319,7 @@ def _names(sweeps: Sequence[SweepResult]) -> list[str]:
 
 def _columns(
     sweeps: Sequence[SweepResult],
-    settings: Sequence[str],
+    settings: Sequence[SharedSetting],
     values_of: Callable[[JobResult], dict[str, str]],
 ) -> Columns:
     """Return the values of each key in two sweeps, without those that are the same.
@@ -238,7 +334,10 @@ def _columns(
     """
     blocks = []
     for setting in settings:
-        blocks.append([_runs(sweep.groups[setting]) for sweep in sweeps])
+        block = []
+        for sweep, group in zip(sweeps, setting.groups, strict=True):
+            block.append(_runs(sweep.groups[group]))
+        blocks.append(block)
     if not blocks:
         blocks = [[_runs(sweep.jobs) for sweep in sweeps]]
 
@@ -324,16 +423,21 @@ class SharedSettings(Result):
     only_second: list[str]
 
 
-def _settings_finding(sweeps: Sequence[SweepResult], shared: list[str]) -> SweepFinding:
+def _settings_finding(
+    sweeps: Sequence[SweepResult], shared: list[SharedSetting]
+) -> SweepFinding:
     first, second = sweeps
+    of_first = {setting.groups[0] for setting in shared}
+    of_second = {setting.groups[1] for setting in shared}
+    both = [setting.name for setting in shared]
     result = SharedSettings(
-        both=shared,
-        only_first=[setting for setting in first.groups if setting not in shared],
-        only_second=[setting for setting in second.groups if setting not in shared],
+        both=both,
+        only_first=[group for group in first.groups if group not in of_first],
+        only_second=[group for group in second.groups if group not in of_second],
     )
-    text = f"{count(len(shared), 'setting')} in both sweeps."
-    if shared:
-        text = f"{count(len(shared), 'setting')} in both sweeps: {joined(shared)}."
+    text = f"{count(len(both), 'setting')} in both sweeps."
+    if both:
+        text = f"{count(len(both), 'setting')} in both sweeps: {joined(both)}."
     if result.only_first:
         text += f" Only in the first one: {joined(result.only_first)}."
     if result.only_second:

@@ -155,6 +155,45 @@ def test_sweeps_without_a_setting_in_common(store):
     assert page.findings[-1].text.startswith("No setting has finished in both sweeps")
 
 
+def test_a_key_that_one_sweep_fixes_has_to_have_the_value_of_the_other(store):
+    """The first sweep varies factor and rate, the second the factor at one rate."""
+    names = ["factor=1 rate=0.1", "factor=1 rate=0.2", "factor=4 rate=0.2"]
+    varied = ["accumulation.factor", "optimizer.learning_rate"]
+    first = PlantedSweep(store, names, varied)
+    for name in names:
+        factor = int(name[7])
+        params = {"optimizer.learning_rate": float(name.rpartition("=")[2])}
+        curves = {"val/loss": {2: float(factor)}}
+        first.job(name, curves, factor=factor, params=params)
+    first.end()
+    second = planted(
+        store, {1: [0.5], 4: [2.0]}, params={"optimizer.learning_rate": 0.2}
+    )
+
+    settings, *_ = compared(store, first, second).findings
+    assert settings.result == sweep_changes.SharedSettings(
+        both=["factor=1 rate=0.2", "factor=4 rate=0.2"],
+        only_first=["factor=1 rate=0.1"],
+        only_second=[],
+    )
+    settings, _, result = compared(store, second, first).findings
+    assert settings.result.both == ["factor=1 rate=0.2", "factor=4 rate=0.2"]
+    differences = [change.difference.value for change in result.result.changes]
+    assert differences == pytest.approx([0.5, 2.0])
+
+
+def test_a_sweep_without_runs_has_one_line(store):
+    first = planted(store, {1: [1.0]})
+    second = PlantedSweep(store, ["factor=1 seed=0"])
+    page = compared(store, first, second)
+    _, keys, _ = page.findings
+    assert keys.text == (
+        f"Nothing to compare: no job of made {second.run_id[:8]} has a run."
+    )
+    assert keys.figures == {}
+    assert "Keys that differ" not in page.html
+
+
 def drawn_sweep(rng: np.random.Generator, settings: int, seeds: int) -> SweepResult:
     jobs = []
     for setting in range(settings):
