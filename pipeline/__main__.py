@@ -104,7 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception:
         say(*mask(traceback.format_exc()).splitlines(), always=True)
         return 1
-    except Terminated:
+    except Terminated as error:
+        say(f"pipeline: interrupted ({error})", always=True)
         return 143
 
 

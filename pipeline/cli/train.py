@@ -17,6 +17,7 @@ from yaml import YAMLError
 from pipeline.cli import train_help
 from pipeline.common import nvidia, secrets, yaml_size
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, Parser, first_line, say
+from pipeline.common.signals import Terminated
 from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.config.plain import leaves, value_at
@@ -260,8 +261,15 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
     try:
         hydra_job.run(partial(hydra_job.in_run_dir, run_one), arguments, current)
     except BaseException as error:
-        status = "FAILED" if isinstance(error, Exception) else "KILLED"
-        _close(current.sweep, command_again, status)
+        status = "FAILED"
+        interrupted_by = ""
+        if not isinstance(error, Exception):
+            status = "KILLED"
+        if isinstance(error, KeyboardInterrupt):
+            interrupted_by = "Ctrl-C"
+        if isinstance(error, Terminated):
+            interrupted_by = str(error)
+        _close(current.sweep, command_again, status, interrupted_by)
         raise
     return _close(current.sweep, command_again)
 
@@ -270,6 +278,7 @@ def _close(
     sweep: RunningSweep | None,
     command_again: CommandAgain,
     broken: str | None = None,
+    interrupted_by: str = "",
 ) -> int:
     """Close a sweep, if there was one, publish its report, and return the exit status.
 
@@ -279,7 +288,7 @@ def _close(
         return 0
     parent = sweep.parent
     try:
-        status: int = sweep.close(broken)
+        status: int = sweep.close(broken, interrupted_by)
     except Exception as error:  # The store is unreachable.
         close = sync_command(sweep.folder, parent.uri)
         reason = first_line(error)

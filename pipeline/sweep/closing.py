@@ -10,13 +10,14 @@ from typing import Any
 
 from pipeline.common.errors import count, say
 from pipeline.sweep import stop_request, sweep_file
-from pipeline.sweep.ending import JobEndings
+from pipeline.sweep.ending import INTERRUPTED, JobEndings
 from pipeline.sweep.parent_run import set_tag
 from pipeline.tracking.foreign_store import OwnStore, SweepRecord, listed
 
 # Seconds that a job's shipper has to close the run after the job has ended, in addition
 # to `tracking.patience`.
 SHIPPER_GRACE = 15.0
+_SENT = "SIGTERM"  # the signal that a sweep sends to its jobs to interrupt them
 
 
 def close(
@@ -25,6 +26,7 @@ def close(
     endings: JobEndings,
     patience: float,
     status: str | None = None,
+    interrupted_by: str = "",
 ) -> int:
     """End the parent run of a sweep, and print how each job ended, the best one first.
 
@@ -38,6 +40,8 @@ def close(
         patience: seconds that a job's shipper may wait for the store.
         status: `KILLED` or `FAILED` if the sweep itself was killed or failed. If None,
             the status is `FINISHED` if all jobs finished, else `FAILED`.
+        interrupted_by: what interrupted the sweep, which then interrupted its jobs. It
+            is recorded in their runs.
 
     Returns:
         0 if all jobs finished, else 1.
@@ -47,6 +51,9 @@ def close(
     client = parent.client()
     try:
         children = _closed_children(parent, endings.ended_at, patience)
+        if interrupted_by not in ("", _SENT):
+            _record_interruption(parent, children, endings, interrupted_by)
+            children = parent.children()
         was_interrupted = status == "KILLED" or bool(endings.ended_sweep)
         rows = list(_rows(job_names, children, endings, was_interrupted))
         results = job_ranking.last_values(children)
@@ -76,6 +83,25 @@ def close(
     if all_finished:
         return 0
     return 1
+
+
+def _record_interruption(
+    parent: SweepRecord,
+    children: Mapping[str, Any],
+    endings: JobEndings,
+    interrupted_by: str,
+) -> None:
+    """Record in the runs of interrupted jobs what interrupted their sweep.
+
+    A job knows only the signal that the sweep has sent it.
+    """
+    for name, ending in endings.by_name.items():
+        run = children.get(name)
+        if run is None or ending.cause != INTERRUPTED:
+            continue
+        if run.data.tags.get("failure") == f"interrupted by {_SENT}":
+            failure = f"interrupted by {interrupted_by}: the sweep sent {_SENT}"
+            parent.client().set_tag(run.info.run_id, "failure", failure)
 
 
 def close_left_open(folder: Path, own: OwnStore) -> None:

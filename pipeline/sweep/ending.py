@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from pipeline.common import secrets
 
+INTERRUPTED = "interrupted"  # the cause of the end of a job that its sweep interrupted
 WORST = math.inf  # the loss that a sweeper gets for a job without a loss
 
 
@@ -44,7 +45,7 @@ class Ending:
 
 def interrupted_before_start() -> Ending:
     """Return the ending of a job whose start was interrupted."""
-    return Ending(Outcome.NO_RESULT, cause="interrupted")
+    return Ending(Outcome.NO_RESULT, cause=INTERRUPTED)
 
 
 def without_result(cause: str, output: str) -> Ending:

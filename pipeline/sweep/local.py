@@ -24,7 +24,12 @@ from omegaconf import DictConfig
 from pipeline.common.errors import ConfigError
 from pipeline.config.schema import HardwareConfig
 from pipeline.sweep import forkserver_internals, gpus, job_process
-from pipeline.sweep.ending import Ending, interrupted_before_start, without_result
+from pipeline.sweep.ending import (
+    INTERRUPTED,
+    Ending,
+    interrupted_before_start,
+    without_result,
+)
 from pipeline.sweep.job_batch import INTERRUPTION_GRACE
 from pipeline.sweep.job_task import JobTask, importing_only_this_package
 from pipeline.sweep.launcher import SweepLauncher
@@ -311,7 +316,7 @@ class LocalJob:
         else:
             number = status - 128  # the shell's convention for a signal
         if number == signal.SIGTERM and self._was_interrupted:
-            return "interrupted"
+            return INTERRUPTED
         if number in _SIGNALS:
             return f"killed by {signal.Signals(number).name}"
         return f"ended with status {status}"

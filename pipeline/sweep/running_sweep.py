@@ -31,9 +31,14 @@ class RunningSweep:
     endings: JobEndings = field(default_factory=JobEndings)
     closed: threading.Event = field(default_factory=threading.Event)
 
-    def close(self, status: str | None = None) -> int:
+    def close(self, status: str | None = None, interrupted_by: str = "") -> int:
         """End the heartbeats and the parent run; see `closing.close`."""
         self.closed.set()
         return closing.close(
-            self.parent, self.parent.job_names, self.endings, self.patience, status
+            self.parent,
+            self.parent.job_names,
+            self.endings,
+            self.patience,
+            status,
+            interrupted_by,
         )

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import closing, sweep_file
-from pipeline.sweep.ending import JobEndings
+from pipeline.sweep.ending import INTERRUPTED, Ending, JobEndings, Outcome
 from pipeline.tracking.foreign_store import OwnStore
 from tests import synthetic
 from tests.running import environment
@@ -99,6 +99,23 @@ def test_a_lower_loss_is_better_in_the_table_of_jobs(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[:2] == [
         "  seed=1  FINISHED  val/loss 1.5",
         "  seed=0  FINISHED  val/loss 2",
+    ]
+
+
+def test_the_runs_of_interrupted_jobs_name_what_interrupted_their_sweep(
+    tmp_path, capsys
+):
+    names = ["seed=0", "seed=1"]
+    sweep = PlantedSweep(synthetic.store(tmp_path), names, ["seed"])
+    failures = ["interrupted by SIGTERM", "ValueError: too many"]
+    endings = JobEndings()
+    for name, failure in zip(names, failures, strict=True):
+        sweep.job(name, {}, status="KILLED", tags={"failure": failure})
+        endings.add(name, Ending(Outcome.NO_RESULT, cause=INTERRUPTED))
+    closing.close(sweep.planned, names, endings, 0, "KILLED", "Ctrl-C")
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        "  seed=0  KILLED    interrupted by Ctrl-C: the sweep sent SIGTERM",
+        "  seed=1  KILLED    ValueError: too many",
     ]
 
 
