@@ -56,6 +56,8 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
         question=tags.get("sweep.question", ""),
         search="sweep.search" in tags or "sweep.best" in tags,
         looks=_looks(client, parent),
+        started=parent.info.start_time,
+        folder=tags.get("sweep.folder", ""),
     )
 
 

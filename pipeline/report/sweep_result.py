@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import Any
 
@@ -53,6 +54,8 @@ class SweepResult:
             determine later ones.
         looks: the distinct numbers of seeds at earlier verdicts on this sweep, in
             ascending order.
+        started: when the sweep began, in milliseconds since the epoch, or None.
+        folder: its folder on the machine on which it began; empty if unknown.
     """
 
     uri: str
@@ -65,6 +68,24 @@ class SweepResult:
     question: str = ""
     search: bool = False
     looks: tuple[int, ...] = ()
+    started: int | None = None
+    folder: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Which sweep it is, in words: its ID, its name, its start and its folder."""
+        return f"sweep {self.run_id[:8]} ({self.name}){self.place}"
+
+    @property
+    def place(self) -> str:
+        """When and where the sweep began, in words; empty if neither is known."""
+        text = ""
+        if self.started:
+            local_time = datetime.fromtimestamp(self.started / 1000)
+            text = f", begun {local_time:%Y-%m-%d %H:%M:%S}"
+        if self.folder:
+            text += f" in {self.folder}"
+        return text
 
     @property
     def branches(self) -> bool:

@@ -38,6 +38,8 @@ _GROWTH = 100.0
 # The largest relative difference of two finite losses.
 _LARGEST = 2.0
 
+# The settings in the names of jobs that do not change the trajectory.
+_CUT_IN_NAMES = {"factor", "micro", "tokens"}
 # Tags of a run that list the layers whose output depends on the micro-batch.
 _LAYER_TAGS = ("model.batch_dependent_layers", "model.cut_dependent_noise")
 
@@ -206,6 +208,22 @@ def _is_rounding(pair: TrajectoryPair) -> bool:
         if not difference <= bounds.bound(int(update)):
             return False
     return True
+
+
+def findings(sweep: SweepResult) -> list[SweepFinding]:
+    """Report whether jobs that should train the same trajectory do so.
+
+    There are no findings on a sweep without such jobs, such as one over rates.
+    """
+    if trajectory_pairs(sweep) or _varies_the_cut(sweep.jobs):
+        return same_trajectory(sweep)
+    return []
+
+
+def _varies_the_cut(jobs: list[JobResult]) -> bool:
+    """Return whether the names of some jobs differ in the cut of the batch alone."""
+    alike = grouped(jobs, lambda job: job.without(_CUT_IN_NAMES))
+    return any(len({job.group for job in of_batch}) > 1 for of_batch in alike.values())
 
 
 def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:

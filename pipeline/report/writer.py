@@ -114,7 +114,8 @@ def publish(uri: str, sweep: str, allow: Sequence[str]) -> None:
     if place.startswith("file:"):
         place = unquote(urlsplit(place).path)
     where = f"report: {place}/report/{written.page.name}"
-    say(*str(written).splitlines(), where, to=sys.stdout)
+    which = f"reported: {written.sweep.identity}"
+    say(*str(written).splitlines(), which, where, to=sys.stdout)
 
 
 def write(uri: str, sweep: str, out: Path, allow: Sequence[str] = ()) -> Report:
@@ -151,7 +152,7 @@ def summarize(sweep: SweepResult) -> list[SweepFinding]:
     ordered = [
         *verdicts,
         findings.job_states(sweep),
-        *trajectories.same_trajectory(sweep),
+        *trajectories.findings(sweep),
         ranking.final_result(sweep),
         ranking.time_to_target(sweep),
         *factor_cost.findings(sweep),
@@ -182,7 +183,8 @@ def _page(sweep: SweepResult, sweep_findings: list[SweepFinding]) -> str:
     jobs = count(len(sweep.jobs), "job")
     varied = ", ".join(sweep.varied) or "nothing"
     about = (
-        f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run {sweep.run_id}"
+        f"{jobs}, varied: {varied} · {sweep.status.lower()} · MLflow run "
+        f"{sweep.run_id}{sweep.place}"
     )
     footer = (
         f"Computed from the metrics of {jobs} in MLflow; jobs.csv next to this page has "

@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError, count, say, say_id
+from pipeline.common.secrets import mask
 from pipeline.config import session, trust_entries
 from pipeline.config.overrides import keys_set
 from pipeline.sweep import again, files, liveness, stop_request, sweep_file
@@ -87,6 +88,7 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     tags = {
         "sweep.name": name,
         "sweep.overrides": json.dumps(overrides),
+        "sweep.folder": mask(str(Path(config.hydra.sweep.dir).absolute())),
         "mlflow.source.name": "pipeline",
     }
     if config.hydra.sweeper.get("trials"):

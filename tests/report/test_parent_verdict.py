@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ def sweep_in(store, losses: dict[int, Sequence[float]] = LOSSES) -> PlantedSweep
     made.end()
     note = mlflow_view.description(made.planned, "#/the/view", [["job"], ["a job"]])
     made.client.set_tag(made.run_id, parent_verdict.NOTE, note)
+    made.client.set_tag(made.run_id, "sweep.folder", "/jobs/here")
     return made
 
 
@@ -72,7 +74,14 @@ def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsy
     assert lines[0].startswith(f"**Accumulate by 4.** {link}")
     assert lines[2].startswith("> Accumulate by 4: compared with factor 1")
     assert note.endswith(before.partition("\n")[2].strip("\n"))
-    assert capsys.readouterr().out.startswith("Does accumulating pay?: Accumulate by 4")
+    out = capsys.readouterr().out
+    assert out.startswith("Does accumulating pay?: Accumulate by 4")
+    # A name may have several sweeps.
+    which, _ = out.splitlines()[-2:]
+    began = r"begun \d{4}-\d\d-\d\d \d\d:\d\d:\d\d in /jobs/here"
+    assert re.fullmatch(
+        rf"reported: sweep {made.run_id[:8]} \(does_it_pay\), {began}", which
+    )
 
     # Another report replaces it.
     writer.publish(store.uri, made.run_id, [])

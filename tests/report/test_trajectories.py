@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.report import next_steps, reading
+from pipeline.report import next_steps, reading, writer
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.trajectories import same_trajectory
@@ -121,6 +121,16 @@ def test_why_a_sweep_without_two_losses_is_not_compared_has_figures(store):
     )
     sweep.job("other", {"val/loss": {1: 2}}, factor=2)
     assert finding_of(sweep).text.endswith("the sweep has 1 in 2 jobs.")
+
+
+def test_a_sweep_of_no_equal_trajectories_has_no_word_of_them():
+    def topics(*names: str) -> set[str]:
+        jobs = [JobResult(name) for name in names]
+        return {finding.topic for finding in writer.summarize(synthetic.swept(jobs))}
+
+    assert "trajectories" not in topics("rate=0.1 seed=0", "rate=0.2 seed=0")
+    assert "trajectories" not in topics("factor=1 batch=8", "factor=2 batch=16")
+    assert "trajectories" in topics("factor=1 rate=0.1", "factor=2 rate=0.1")
 
 
 def test_jobs_of_one_config_without_a_common_update_are_not_compared(store):
