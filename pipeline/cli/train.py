@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -116,7 +116,7 @@ def sweep(arguments: Sequence[str]) -> int:
     path = files.get(options.name)
     config_dir = options.config_dir or compose.own_folder()
     if path is None and not (options.again and _is_config(options.name, config_dir)):
-        raise ConfigError("NAME", "must name a sweep", options.name, files)
+        raise _unknown_sweep(options.name, files, config_dir)
 
     if config_dir:
         compose.check_config_dir(config_dir)
@@ -138,6 +138,18 @@ def sweep(arguments: Sequence[str]) -> int:
         return command
 
     return train_composed(["-m", *file, *overrides], command_again)
+
+
+def _unknown_sweep(
+    name: str, files: Iterable[str], config_dir: str | None
+) -> ConfigError:
+    """Return the error for a name that is not that of a sweep file."""
+    rule = "must name a sweep"
+    if name == MULTIRUN:
+        rule += " (without a file, it is `pipeline train -m`)"
+    elif _is_config(name, config_dir):
+        rule += f" (that config is swept by `pipeline train -m --config-name {name}`)"
+    return ConfigError("NAME", rule, name, files)
 
 
 def _sweep_parser(files: Any) -> Parser:
@@ -346,7 +358,8 @@ def _recorded_overrides(
     parent = store.sweep(options.again)
     if parent.data.tags["sweep.name"] != options.name:
         rule = f"must be the name of sweep {options.again}"
-        raise ConfigError("NAME", rule, options.name)
+        name = parent.data.tags["sweep.name"]
+        raise ConfigError("NAME", rule, options.name, [name])
 
     # Put the arguments after the recorded overrides, so that they take precedence.
     trusted = again.trusted_overrides(parent.data.tags, rest, config)

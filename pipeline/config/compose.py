@@ -208,11 +208,13 @@ def as_text(overrides: Sequence[str]) -> list[str]:
 def own_folder() -> str | None:
     """Return the user's own folder `conf` in the working directory.
 
-    The folder is the user's own if it has config groups and is not the package's.
-    Otherwise, return None.
+    The folder is the user's own if it has config groups, or a config for
+    `--config-name`, and is not the package's. Otherwise, return None.
     """
     folder = Path("conf").absolute()
-    if any(folder.glob("*/*.yaml")) and not folder.samefile(directory()):
+    has_groups = any(folder.glob("*/*.yaml"))
+    has_configs = any(file.name != "config.yaml" for file in folder.glob("*.yaml"))
+    if (has_groups or has_configs) and not folder.samefile(directory()):
         return str(folder)
     return None
 

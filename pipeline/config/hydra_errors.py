@@ -147,7 +147,7 @@ def _config_error(
     if isinstance(error, OverrideParseException):
         return _grammar_error(error)
     if isinstance(error, MissingConfigException):
-        return _missing_config_error(error)
+        return _missing_config_error(error, folders)
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         line = mark.line + 1
@@ -185,7 +185,9 @@ def _grammar_error(error: OverrideParseException) -> ConfigError:
     return ConfigError(key, rule, override)
 
 
-def _missing_config_error(error: MissingConfigException) -> ConfigError:
+def _missing_config_error(
+    error: MissingConfigException, folders: Sequence[str]
+) -> ConfigError:
     """Return the error for a config, or an option of a group, that does not exist."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
@@ -195,7 +197,16 @@ def _missing_config_error(error: MissingConfigException) -> ConfigError:
             return removal
         return ConfigError(group, rule, name, error.options)
     rule = f"must be a config that exists{_in_file(_origin(error))}"
-    return ConfigError(group or "--config-name", rule, name)
+    if group or _origin(error):
+        return ConfigError(group or "--config-name", rule, name)
+    rule += " in ./conf or in the folder of --config-dir"
+    file = f"{name.removesuffix('.yaml')}.yaml"
+    if Path(file).is_file():
+        rule += f" (./{file} is not searched)"
+    names: set[str] = set()
+    for folder in folders:
+        names.update(path.stem for path in Path(folder).glob("*.yaml"))
+    return ConfigError("--config-name", rule, name, sorted(names) or None)
 
 
 def _list_error(origin: str, folders: Sequence[str]) -> ConfigError | None:

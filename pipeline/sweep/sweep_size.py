@@ -22,7 +22,8 @@ def check(overrides: Sequence[Override]) -> None:
             last one counts.
 
     Raises:
-        ConfigError: a range has no values or the step 0, or there are too many jobs.
+        ConfigError: a range has no values or the step 0, a key has an interval, or
+            there are too many jobs.
     """
     jobs_by_key = {}
     for override in overrides:
@@ -46,10 +47,16 @@ def _count(override: Override) -> int:
     """Return the number of values of a choice or a range; 1 for any other sweep.
 
     Raises:
-        ConfigError: a range has no values or the step 0.
+        ConfigError: a range has no values or the step 0, or it is an interval.
     """
     swept: Any = override.value()
     key = override.get_key_element().lstrip("+~")
+    if override.is_interval_sweep():
+        rule = (
+            "must be a list of values, such as 0.01,0.1: an interval takes "
+            "hydra/sweeper=search"
+        )
+        raise ConfigError(key, rule, _text(override))
     if isinstance(swept, ChoiceSweep):
         return len(swept.list)
     if not isinstance(swept, RangeSweep):

@@ -748,7 +748,8 @@ CONFIG = {
         "--config-dir must be a folder that exists. Received: 'nowhere'."
     ),
     "train --config-name nope": (
-        "--config-name must be a config that exists. Received: 'nope'."
+        "--config-name must be a config that exists in ./conf or in the folder of "
+        "--config-dir. Received: 'nope'. Choices: config."
     ),
     "trian": (
         "VERB must be a verb of pipeline. Received: 'trian'. Choices: train, … Did you "

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from pipeline.cli import train
 from pipeline.common.errors import ConfigError
+from pipeline.config import compose
 from pipeline.sweep import again, liveness, opening
 from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
 from pipeline.tracking.foreign_store import MULTIRUN
@@ -85,6 +86,33 @@ def test_a_multirun_has_the_command_of_the_list_of_runs(tmp_path):
     of_file = ["-m", "--config-name", "seeds", "seed=0,1"]
     again_of_file = ["train", *of_file, "tracking.sweep=ab12"]
     assert train._command_of_multirun(of_file, "ab12") == again_of_file
+
+
+def test_the_name_of_a_config_is_no_name_of_a_sweep_to_begin(tmp_path, monkeypatch):
+    """A config in `conf` is found, though the folder has no groups."""
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\n")
+    (tmp_path / "other.yaml").write_text("defaults: [config, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    begins = r"swept by `pipeline train -m --config-name mine`\)\. Received: 'mine'"
+    with pytest.raises(ConfigError, match=begins):
+        train.sweep(["mine", "seed=0,1"])
+    with pytest.raises(ConfigError, match=r"without a file, it is `pipeline train -m`"):
+        train.sweep([MULTIRUN])
+    composed = compose.composed(["--config-name", "mine", "seed=7"])
+    assert composed.seed == 7
+    not_searched = r"\(\./other\.yaml is not searched\)\. .* Choices: config, mine"
+    with pytest.raises(ConfigError, match=not_searched):
+        compose.composed(["--config-name", "other"])
+
+
+def test_another_name_than_that_of_the_sweep_is_answered_with_it(tmp_path, monkeypatch):
+    store = synthetic.store(tmp_path)
+    sweep = PlantedSweep(store, ["seed=0"], ["seed"], name="seeds")
+    sweep.end()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"Received: 'multirun'\. Choices: seeds"):
+        train.sweep([MULTIRUN, "--again", sweep.run_id])
 
 
 def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
