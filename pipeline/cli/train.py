@@ -236,11 +236,15 @@ def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
         return []
     values = OmegaConf.to_container(content, resolve=False)
     keys = keys_set(overrides)
+    # A file that sweeps a group has keys that all of its options have.
+    swept = value_at(values, "hydra.sweeper.params")
+    if not isinstance(swept, dict):
+        swept = {}
     lines = []
     for text in overrides:
         group, _, option = text.partition("=")
         settings = value_at(values, group)
-        if not option or not isinstance(settings, dict):
+        if not option or not isinstance(settings, dict) or group in swept:
             continue
         kept = [key for key in leaves(settings, group) if key not in keys]
         if kept:
@@ -361,9 +365,8 @@ def _recorded_overrides(
         name = parent.data.tags["sweep.name"]
         raise ConfigError("NAME", rule, options.name, [name])
 
-    # Put the arguments after the recorded overrides, so that they take precedence.
     trusted = again.trusted_overrides(parent.data.tags, rest, config)
-    overrides = [*trusted, *rest]
+    overrides = again.in_recorded_order(parent.data.tags, trusted, rest)
     if options.allow:
         overrides.append(f"trust.allow={list(config.trust.allow)}")
     overrides.append(f"tracking.sweep={parent.info.run_id}")

@@ -136,6 +136,30 @@ def trusted_overrides(
     return _without_foreign_parameters(recorded, command_line)
 
 
+def in_recorded_order(
+    tags: Mapping[str, str], trusted: Sequence[str], command_line: Sequence[str]
+) -> list[str]:
+    """Return the overrides of a sweep with `--again`, for its jobs to have their names.
+
+    A name has its values in the order of the overrides. So an override that the command
+    line repeats takes its place in the record. The others of the command line come
+    last, and so take precedence.
+
+    Args:
+        tags: the tags of the sweep's parent run.
+        trusted: the overrides that `trusted_overrides` returns.
+        command_line: the user's overrides.
+    """
+    own_text = {mask(text): text for text in command_line}
+    ordered = []
+    for text in listed(tags, "sweep.overrides"):
+        if text in trusted:
+            ordered.append(text)
+        elif mask(text) in own_text:
+            ordered.append(own_text.pop(mask(text)))
+    return [*ordered, *own_text.values()]
+
+
 def _recorded_overrides(
     tags: Mapping[str, str], command_line: Sequence[str]
 ) -> list[str]:

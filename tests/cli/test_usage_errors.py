@@ -47,5 +47,8 @@ def test_keys_that_a_sweep_file_sets_for_another_group_are_named(capsys):
     deletions = ["~model.width", "~model.blocks"]
     assert main(["sweep", "does_it_pay", "model=mlp", *deletions, wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+    # The file sweeps this group, so its keys are those of each option.
+    assert main(["sweep", "does_it_pay", "scaling=choice(none)", wrong]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
     assert main(["sweep", "does_it_pay", "model.width=16", wrong]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1

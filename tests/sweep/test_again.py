@@ -122,6 +122,15 @@ def test_what_can_name_no_code_no_folder_and_no_host_is_taken():
     ]
 
 
+def test_a_repeated_override_keeps_its_place_in_the_names_of_jobs():
+    recorded = ["dataset.data_dir=/a,/b", "seed=0,1", "model=mlp"]
+    tags = {"sweep.overrides": json.dumps(recorded)}
+    command_line = ["training.epochs=1", recorded[0]]
+    trusted = again.trusted_overrides(tags, command_line, OmegaConf.create(OWN))
+    ordered = again.in_recorded_order(tags, trusted, command_line)
+    assert ordered == [*recorded, "training.epochs=1"]
+
+
 def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
     recorded = [
         "hydra/launcher=submitit_slurm",
