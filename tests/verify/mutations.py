@@ -115,8 +115,8 @@ def dropped_mask(patch):
 def dropped_weights(patch):
     weighted_sum = loss_sums.weighted_sum
 
-    def unweighted(loss, y, outputs, weight, known):
-        return weighted_sum(loss, y, outputs)
+    def unweighted(loss, y, outputs, weight, known, **options):
+        return weighted_sum(loss, y, outputs, **options)
 
     patch.setattr(loss_sums, "weighted_sum", unweighted)
 
