@@ -298,7 +298,7 @@ class TrainingConfig(_SetOnce):
     class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
     # metrics, as name: node or as output: {name: node}; set by `objective`
     metrics: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.TRAINING))
-    # metrics to which the sample weights are applied, in the form of `metrics`
+    # metrics to which the sample weights are applied, given as in `metrics`
     weighted_metrics: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING)
     )
