@@ -40,8 +40,8 @@ class AccumulatingModel(keras.Model):
     `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. Each
     batch of `fit` is one effective batch and one optimizer step: the weights and the
     history are those of a plain `fit` on the same batches. With an embedding, they are
-    those of the dense gradient: Keras' Adam and similar optimizers take another step
-    for a row that a batch looks up several times. `evaluate` also cuts its batches into
+    those of the dense gradient: Keras' Adam and similar optimizers take a different
+    step for a row that a batch looks up several times. `evaluate` also cuts its batches into
     micro-batches; `predict` does not. Under a strategy, each replica takes its share of
     a batch.
 
