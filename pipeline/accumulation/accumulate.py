@@ -137,7 +137,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             without a model, loss weights or metrics are given without a model or beside
             an `Objective`, the `Objective` has losses over the effective batch, with
             `micro_batch_tokens` the result would depend on padding, or without it the
-            inputs are ragged but the model takes dense ones alone.
+            inputs are ragged but the model takes only dense ones.
     """
     if model is None:
         if variables is None or not callable(loss):

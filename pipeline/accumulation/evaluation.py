@@ -94,7 +94,7 @@ class Evaluation:
 
         Raises:
             ValueError: with `micro_batch_tokens`, the result would depend on padding;
-                without it, the inputs are ragged but the model takes dense ones alone.
+                without it, the inputs are ragged but the model takes only dense ones.
         """
         sums, _ = self.observed(batch)
         return sums

@@ -292,7 +292,7 @@ class _Cut:
         return any(is_ragged) or self._ends is not None
 
     def bytes(self) -> tf.Tensor:
-        """Return the size of the batch in bytes, a scalar of int64; not if ragged."""
+        """Return the size in bytes, a scalar of int64. The batch must not be ragged."""
         sizes = []
         for leaf in self._leaves:
             sizes.append(tf.size(leaf, tf.int64) * leaf.dtype.size)

@@ -1,4 +1,4 @@
-"""Rejects ragged inputs of a model that takes dense sequences alone.
+"""Rejects ragged inputs to a model that takes only dense sequences.
 
 Whether the layers of a model take ragged tensors cannot be read from them, so it is
 tried, on made-up examples. Without the check, a layer would fail in an operation whose
@@ -48,7 +48,7 @@ def check_takes_ragged(
                 return
     rule = (
         "micro_batch_tokens must be given, with or without micro_batch_size, for "
-        "ragged inputs to a model that takes dense ones alone"
+        "ragged inputs to a model that takes only dense ones"
     )
     remedy = "It pads each micro-batch; or pad the batches"
     raise ValueError(f"{rule}. {remedy}. Received: {model.name}")

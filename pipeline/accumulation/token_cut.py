@@ -53,7 +53,7 @@ class TokenLimit:
 
 
 class CutCounts(NamedTuple):
-    """The counts of a cut by tokens, summed over all replicas; scalars but for one.
+    """The counts of a cut by tokens, summed over all replicas; scalars except `compiled`.
 
     Attributes:
         micro_batches: number of micro-batches.
@@ -143,7 +143,7 @@ def _checked_lengths(xla_lengths: Sequence[int], pad_multiple: int) -> tuple[int
     lengths = tuple(int(length) for length in xla_lengths)
     rule = ""
     if len(lengths) > MOST_XLA_LENGTHS:
-        rule = f"xla_lengths must be at most {MOST_XLA_LENGTHS} lengths"
+        rule = f"xla_lengths must have at most {MOST_XLA_LENGTHS} lengths"
     elif list(lengths) != sorted(set(lengths)):
         rule = "xla_lengths must increase"
     elif any(length % pad_multiple for length in lengths):

@@ -238,7 +238,7 @@ class Update:
                 the model or the batch does not allow `same_noise` or `loss_over`,
                 `Batches` come with several replicas or with `jit_compile=True`, with
                 `micro_batch_tokens` the update would depend on padding, or without it
-                the inputs are ragged but the model takes dense ones alone.
+                the inputs are ragged but the model takes only dense ones.
         """
         batch = self._prepared(batch)
         metrics = list(self.measured.values())

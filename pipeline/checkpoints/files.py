@@ -546,7 +546,7 @@ def best_update(folder: Path) -> int | None:
 
 
 def are_in(folder: Path) -> bool:
-    """Return whether a folder has a checkpoint, be it only of a best evaluation."""
+    """Return whether a folder has a checkpoint, including that of the best evaluation."""
     return bool(saved_updates(folder) or saved_updates(folder / BEST))
 
 

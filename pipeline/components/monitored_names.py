@@ -20,9 +20,9 @@ def check(
     sets: Sequence[ValidationSet],
     results: Sequence[str],
 ) -> None:
-    """Reject a callback of Keras that monitors a metric which no epoch can have.
+    """Reject a Keras callback that monitors a name that no epoch can log.
 
-    A callback of the user's own may add any metric to the logs. Beside one, only the
+    A callback of the user's own may add any metric to the logs. If there is one, only a
     name that a metric has in MLflow, such as `val/loss`, is rejected.
 
     Args:

@@ -139,9 +139,10 @@ def trusted_overrides(
 def in_recorded_order(
     tags: Mapping[str, str], trusted: Sequence[str], command_line: Sequence[str]
 ) -> list[str]:
-    """Return the overrides of a sweep with `--again`, for its jobs to have their names.
+    """Return the overrides of a sweep with `--again`, ordered as in its record.
 
-    A name has its values in the order of the overrides. So an override that the command
+    The name of a job lists its values in the order of the overrides, and has to be the
+    same as before. So an override that the command
     line repeats takes its place in the record. The others of the command line come
     last, and so take precedence.
 

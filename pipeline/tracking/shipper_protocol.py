@@ -57,8 +57,8 @@ class Ship(Message):
         path: the journal.
         may_exist: whether the run may be in the store already.
         run_id: the run's ID, or "" if it is not known.
-        resumes: whether the trainer resumes the run. The run then loses its tag
-            `STOP_TAG`, which somebody has set before.
+        resumes: whether the trainer resumes the run. The tag `STOP_TAG`, with which the
+            run may have been stopped, is then deleted.
     """
 
     path: str

@@ -290,7 +290,7 @@ def test_few_lengths_compute_little_more_padding():
         ({"jit_compile": True}, r"such as choose_xla_lengths\(x\.row_lengths"),
         ({"xla_lengths": 8}, "must be a sequence of whole numbers, .* Received: 8"),
         ({"xla_lengths": None}, r"\(\) for none. Received: None"),
-        ({"xla_lengths": range(1, 34)}, "must be at most 32 lengths"),
+        ({"xla_lengths": range(1, 34)}, "must have at most 32 lengths"),
     ],
 )
 def test_wrong_lengths_are_rejected(options, message):
