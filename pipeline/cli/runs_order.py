@@ -76,7 +76,7 @@ def _metric_of(runs: Sequence[ListedRun], column: str) -> str:
     """Return the metric of a column of results."""
     metrics = {run.metric for run in runs if getattr(run, column) is not None}
     if len(metrics) > 1:
-        rule = "must be a metric: the runs of the list have results of several"
+        rule = "must be a metric: the listed runs have different ones in this column"
         raise ConfigError("--sort", rule, column, sorted(metrics))
     return "".join(metrics)
 

@@ -160,7 +160,7 @@ def _wrong_rule(
         rule: the rule in the config.
         rules_by_layer: the rules that the losses of each layer follow.
     """
-    message = f"must be {right}, which {path} adds over its batch"
+    message = f"must be {right}, since {path} adds a {right} over its batch"
     others = [other for other, rules in rules_by_layer.items() if rules == [rule]]
     if others:
         message += f", while {others[0]} adds a {rule}: one of them has to change"

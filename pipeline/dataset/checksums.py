@@ -144,7 +144,10 @@ class DataFiles:
 
         changed = self._changed(self.paths)
         for path in changed:
-            say(f"{path} has changed since the run began: its checksum is not known")
+            say(
+                f"{path} has changed since the run began, so the record has no "
+                "checksum of it"
+            )
 
         names = _unique_names(self.paths)
         checksums = {}

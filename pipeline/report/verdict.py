@@ -267,7 +267,7 @@ def _no_verdict_yet(recipe: str, missing: list[JobResult]) -> SweepFinding:
     text = (
         f"{_prefix(recipe)}No verdict yet, as {count(len(missing), 'job')} that it "
         f"compares {are_missing}: {joined([job.name for job in missing])}. This report "
-        "is no look at the data, so it does not widen later intervals."
+        "does not count as a look at the data: it does not widen later intervals."
     )
     return SweepFinding("verdict", text)
 

@@ -170,7 +170,7 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
     if "config.yaml" not in contents:
         rule = (
             "must be a run that recorded its config (config.yaml), as pipeline train "
-            "does: one that your own fit has logged has none"
+            "does: a run that was logged by your own fit has none"
         )
         raise ConfigError("RUN_ID", rule, run_id)
     gate.check_size(contents["config.yaml"])

@@ -53,7 +53,7 @@ def _count(override: Override) -> int:
     key = override.get_key_element().lstrip("+~")
     if override.is_interval_sweep():
         rule = (
-            "must be a list of values, such as 0.01,0.1: an interval takes "
+            "must be a list of values, such as 0.01,0.1: an interval needs "
             "hydra/sweeper=search"
         )
         raise ConfigError(key, rule, _text(override))

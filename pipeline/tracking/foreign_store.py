@@ -247,7 +247,7 @@ class ForeignStore:
         For `key` and `kind`, see `_only`.
         """
         if not RUN_ID.fullmatch(run.info.run_id):  # the ID is used in commands
-            rule = f"must be a {kind} with an ID of MLflow's own"
+            rule = f"must be a {kind} whose ID has MLflow's format"
             raise ConfigError(key, rule, run.info.run_id)
         artifact_locations.check(run.info.artifact_uri, self.uri, self.places)
 

@@ -147,7 +147,7 @@ def _checked(
 ) -> StoredModel:
     """Return the model, after a check of its ID and of the place of its artifacts."""
     if not _MODEL_ID.fullmatch(model_id):
-        raise ConfigError(key, "must have a model with an ID of MLflow's own", name)
+        raise ConfigError(key, "must have a model whose ID has MLflow's format", name)
     entry = store.client().get_logged_model(model_id)
     artifact_locations.check(entry.artifact_location, store.uri, store.places)
     place = entry.artifact_location.rstrip("/")

@@ -349,9 +349,9 @@ def averaged_weights_for_callbacks(
                 changed.append(variable.path)
         if changed:
             say(
-                "a callback has changed weights in on_epoch_end, where use_ema has "
-                "replaced them by averages; training continues from there: "
-                f"{changed[0]}"
+                f"a callback has changed {changed[0]} in on_epoch_end, during which "
+                "use_ema replaces the weights by their averages; training continues "
+                "from the changed value"
             )
 
 

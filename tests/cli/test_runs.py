@@ -349,7 +349,7 @@ def test_a_filter_takes_the_words_of_the_list(folder):
         ),
         (
             ["--sort", "last"],
-            "--sort must be a metric: the runs of the list have results of several. "
+            "--sort must be a metric: the listed runs have different ones in this column. "
             "Received: 'last'. Choices: train/loss, val/loss.",
         ),
         (

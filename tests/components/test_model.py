@@ -301,20 +301,26 @@ def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
     assert both_ways(x) == [[], []]
     assert both_ways(x, adding_values()) == [[], []]
     key = "training.added_losses"
-    mean = f"{key} must be mean, which net/mean adds over its batch. Received: 'sum'."
+    mean = (
+        f"{key} must be mean, since net/mean adds a mean over its batch. "
+        "Received: 'sum'."
+    )
     assert both_ways(x, adding_mean(), adding_values()) == [[], mean]
     for name, adding in (("net/sum", adding_sum()), ("time", time_major())):
-        line = f"{key} must be sum, which {name} adds over its batch. Received: 'mean'."
+        line = (
+            f"{key} must be sum, since {name} adds a sum over its batch. "
+            "Received: 'mean'."
+        )
         assert both_ways(x, adding) == [line, []]
 
     by_mean, by_sum = both_ways(x, adding_sum(), adding_mean())
     assert (
-        "must be sum, which net/sum adds over its batch, while net/mean adds a mean: "
-        "one of them has to change"
+        "must be sum, since net/sum adds a sum over its batch, while net/mean adds a "
+        "mean: one of them has to change"
     ) in by_mean
     assert (
-        "must be mean, which net/mean adds over its batch, while net/sum adds a sum"
-        in by_sum
+        "must be mean, since net/mean adds a mean over its batch, while net/sum adds a "
+        "sum" in by_sum
     )
 
     root = Adding(lambda x: keras.ops.sqrt(keras.ops.mean(x * x)), "root")

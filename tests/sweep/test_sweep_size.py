@@ -25,7 +25,7 @@ def check(*overrides):
         (
             ["seed=0,1", "optimizer.learning_rate=interval(1e-4,1e-1)"],
             "optimizer.learning_rate must be a list of values, such as 0.01,0.1: an "
-            "interval takes hydra/sweeper=search. Received: .interval",
+            "interval needs hydra/sweeper=search. Received: .interval",
         ),
         (["scaling.warmup=range(0,1,1e-9)"], "scaling.warmup must leave a sweep of"),
         ([f"seed={','.join(map(str, range(20_000)))}"], "which has 20,000"),

@@ -897,7 +897,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
         (
             "no record",
             "RUN_ID must be a run that recorded its config (config.yaml), as pipeline "
-            "train does: one that your own fit has logged has none",
+            "train does: a run that was logged by your own fit has none",
         ),
         ("no store", "tracking.uri must be a store that exists"),
         (
