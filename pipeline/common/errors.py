@@ -248,7 +248,7 @@ def _line_of_cause(lines: list[str]) -> str:
     if "[[{{node PyFunc}}]]" in lines:
         # Python code in the graph raised the error: the message has the exception
         # first, then its traceback, then the exception's message again.
-        return _first_without_preamble(lines)
+        return _without_preamble(lines)[0]
 
     # TensorFlow prints the position in the graph on the line after the cause.
     for i, line in enumerate(lines):
@@ -263,14 +263,17 @@ def _line_of_cause(lines: list[str]) -> str:
     for i, line in enumerate(lines[:-1]):
         if line.endswith("Error encountered:"):
             return lines[i + 1]
-    return _first_without_preamble(lines)
+    message = _without_preamble(lines)
+    if "Traceback (most recent call last):" in lines:
+        return message[0]  # of Python code that TensorFlow has called
+    return _sentence(message)
 
 
-def _first_without_preamble(lines: list[str]) -> str:
+def _without_preamble(lines: list[str]) -> list[str]:
     for i, line in enumerate(lines):
         if not line.startswith(_PREAMBLE):
-            return _sentence(lines[i:])
-    return lines[0]
+            return lines[i:]
+    return lines
 
 
 def _sentence(lines: list[str]) -> str:

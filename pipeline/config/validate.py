@@ -559,6 +559,7 @@ _CHECKS = {
         _are_lengths,
     ),
     "training.evaluate_every": _EVALUATION_INTERVAL,
+    "training.accept_changed_code": _FLAG,
     "training.evaluate_at_start": _FLAG,
     "training.checkpoint_every": Check(
         "a positive number of updates, 'epoch', 'auto' or null",

@@ -142,10 +142,11 @@ def test_a_run_of_this_machine_is_stopped_by_a_signal(tmp_path):
     assert stopped.stderr.splitlines()[-1] == "the run in run has ended as KILLED"
     done = rows_in(tmp_path / "run")
     assert (tmp_path / "run" / "checkpoints" / str(done)).is_dir()
-    result, times, way_on = err.splitlines()[-3:]
+    result, times, way_on, last = err.splitlines()[-4:]
     assert result.startswith("last ")
     assert times.startswith(f"{done} updates in ")
     assert way_on == f"resume from update {done}: pipeline resume {tmp_path}/run"
+    assert last == "pipeline: interrupted (SIGTERM)"
 
     run_id = Store(tmp_path).run().info.run_id
     lines = {
