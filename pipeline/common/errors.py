@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
+from itertools import pairwise
 from typing import Any, NoReturn, TextIO
 
 from pipeline.common.secrets import mask
@@ -28,6 +29,7 @@ _PREAMBLE = (
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 # Matches a line on which a sentence continues, and not one such as OmegaConf's
 # `full_key: …`.
+_LEAST_WRAPPED = 50  # minimum number of characters in a line that Keras has wrapped
 _CONTINUATION = re.compile(r"[a-z][a-z\-]*[ ,]")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # Texts that TensorFlow writes around the cause on the same line, each with its
@@ -263,10 +265,7 @@ def _line_of_cause(lines: list[str]) -> str:
     for i, line in enumerate(lines[:-1]):
         if line.endswith("Error encountered:"):
             return lines[i + 1]
-    message = _without_preamble(lines)
-    if "Traceback (most recent call last):" in lines:
-        return message[0]  # of Python code that TensorFlow has called
-    return _sentence(message)
+    return _sentence(_without_preamble(lines))
 
 
 def _without_preamble(lines: list[str]) -> list[str]:
@@ -279,8 +278,10 @@ def _without_preamble(lines: list[str]) -> list[str]:
 def _sentence(lines: list[str]) -> str:
     """Return the first line, with the lines on which Keras continues its sentence."""
     sentence = lines[0]
-    for line in lines[1:]:
-        if sentence.endswith((".", ":", "!", "?")) or not _CONTINUATION.match(line):
+    for before, line in pairwise(lines):
+        is_wrapped = len(before) >= _LEAST_WRAPPED
+        has_ended = before.endswith((".", ":", "!", "?"))
+        if not is_wrapped or has_ended or not _CONTINUATION.match(line):
             break
         sentence += f" {line}"
     return sentence
