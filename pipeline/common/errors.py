@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum
@@ -29,7 +30,6 @@ _PREAMBLE = (
 _IN_A_LAYER = re.compile(r"Exception encountered when calling (\w+)\.")
 # Matches a line on which a sentence continues, and not one such as OmegaConf's
 # `full_key: …`.
-_LEAST_WRAPPED = 50  # minimum number of characters in a line that Keras has wrapped
 _CONTINUATION = re.compile(r"[a-z][a-z\-]*[ ,]")
 _TERMINAL_COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # Texts that TensorFlow writes around the cause on the same line, each with its
@@ -235,7 +235,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    line = _line_of_cause(lines)
+    line = _line_of_cause(lines, _is_raised_by_keras(error))
     for pattern, replacement in _AROUND_THE_CAUSE:
         line = re.sub(pattern, replacement, line)
     line = line.rstrip(".")
@@ -245,8 +245,18 @@ def first_line(error: BaseException) -> str:
     return line
 
 
-def _line_of_cause(lines: list[str]) -> str:
-    """Return the line of a message that names the cause."""
+def _is_raised_by_keras(error: BaseException) -> bool:
+    module = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_globals.get("__name__", "")
+    return module.startswith("keras.")
+
+
+def _line_of_cause(lines: list[str], is_of_keras: bool) -> str:
+    """Return the line of a message that names the cause.
+
+    Keras wraps its messages, so the line of one includes those that continue it.
+    """
     if "[[{{node PyFunc}}]]" in lines:
         # Python code in the graph raised the error: the message has the exception
         # first, then its traceback, then the exception's message again.
@@ -265,7 +275,8 @@ def _line_of_cause(lines: list[str]) -> str:
     for i, line in enumerate(lines[:-1]):
         if line.endswith("Error encountered:"):
             return lines[i + 1]
-    return _sentence(_without_preamble(lines))
+    message = _without_preamble(lines)
+    return _sentence(message) if is_of_keras else message[0]
 
 
 def _without_preamble(lines: list[str]) -> list[str]:
@@ -279,9 +290,8 @@ def _sentence(lines: list[str]) -> str:
     """Return the first line, with the lines on which Keras continues its sentence."""
     sentence = lines[0]
     for before, line in pairwise(lines):
-        is_wrapped = len(before) >= _LEAST_WRAPPED
         has_ended = before.endswith((".", ":", "!", "?"))
-        if not is_wrapped or has_ended or not _CONTINUATION.match(line):
+        if has_ended or not _CONTINUATION.match(line):
             break
         sentence += f" {line}"
     return sentence
