@@ -311,7 +311,7 @@ class TrainingConfig(_SetOnce):
     shown: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.LOG))
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
-    # whether a resumed run may continue with changed code of your own
+    # (true | false) whether a resumed run may continue with changed code of your own
     accept_changed_code: Any = field(default=False, metadata=about(Kind.PLACE))
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
