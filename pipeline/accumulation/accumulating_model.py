@@ -332,7 +332,7 @@ class AccumulatingModel(keras.Model):
 
         Raises:
             ValueError: inputs that are not padded are ragged, but `inner` takes dense
-                ones alone.
+                ones only.
         """
         if self.micro_batch_tokens is None:
             check_takes_ragged(self.inner, parts)
