@@ -38,6 +38,7 @@ ONE_THREAD = (
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 for _name in ONE_THREAD:
     os.environ.setdefault(_name, "1")
+os.environ.pop("MLFLOW_TRACKING_URI", None)  # Commands of tests look in their folder.
 
 
 # What a file shares with its tests: fixtures, or what TensorFlow has traced for it.
@@ -155,6 +156,17 @@ def collected() -> Iterator[None]:
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def no_tracking_uri() -> Iterator[None]:
+    """Undo `mlflow.set_tracking_uri`, which also exports MLFLOW_TRACKING_URI.
+
+    Commands of later tests in this process would use that store.
+    """
+    yield
+    if "MLFLOW_TRACKING_URI" in os.environ:
+        sys.modules["mlflow"].set_tracking_uri(None)
 
 
 @pytest.fixture(scope="session", autouse=True)
