@@ -126,12 +126,8 @@ class Continuation:
             raise ConfigError(self.key, rule, str(self.run_dir))
 
     def _changed_code(self) -> list[str]:
-        """Return the files of the user's code that changed after the last segment.
-
-        A run of an older version has recorded no code in its segments.
-        """
-        segments = [self.past.start.segment, *self.past.resumed]
-        return provenance.changed_code(segments[-1].get("code") or {})
+        """Return the files of the user's code that changed after the last segment."""
+        return provenance.changed_code(self.past.last_code)
 
     def _check_checkpoint(
         self, checkpoint: Checkpoint, updater: Update, plan: RunPlan

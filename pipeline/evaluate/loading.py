@@ -80,6 +80,7 @@ def loaded(
     parts = assembly.assemble(
         spec, check_dataset, trains=False, labels_needed=labels_needed
     )
+    subject.say_changed_code()
     updater = parts.update()
     weights = subject.weights
     if isinstance(weights, StoredModel):

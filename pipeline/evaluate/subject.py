@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.checkpoints import files, fork, run_dirs
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.common import recorded as recorded_files
-from pipeline.common.errors import ConfigError, as_config_error
+from pipeline.common.errors import ConfigError, as_config_error, say
 from pipeline.config import key_kinds, sizes
 from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
@@ -54,6 +54,8 @@ class Subject:
         weights: the checkpoint, or the model in the store, that has the weights.
         config: the config to compose with the overrides.
         dataset: the record of the run's data; empty if it has none.
+        code: the SHA-256 of each file of the user's code that the run was last trained
+            with, by the file's name; empty if it was not recorded.
         tags: the tags of the run, as far as they are known here.
         store: the URI of the store of the run.
         gate: the permissions of the config, or None if it is trusted.
@@ -64,6 +66,7 @@ class Subject:
     weights: Checkpoint | StoredModel
     config: dict[str, Any]
     dataset: dict[str, Any]
+    code: Mapping[str, Any]
     tags: Mapping[str, str]
     store: str
     gate: Gate | None
@@ -77,6 +80,15 @@ class Subject:
     def name(self) -> str:
         """The run's ID or, if it has none, its directory."""
         return self.run_id or str(self.run_dir)
+
+    def say_changed_code(self) -> None:
+        """Name the files of the user's code that have changed since the run.
+
+        Call this once the user's code is imported.
+        """
+        changed = provenance.changed_code(self.code)
+        if changed:
+            say(f"code that has changed since the run: {', '.join(changed)}")
 
     def check_dataset(self, now: dict[str, Any]) -> None:
         """Check that the data are those of the run.
@@ -140,6 +152,7 @@ def _found(request: Request, folder: Path) -> Iterator[Subject]:
             weights=weights,
             config=_on_one_replica(config),
             dataset=recorded.dataset,
+            code=recorded.last_code,
             tags=recorded.run.data.tags,
             store=store.uri,
             gate=gate,
@@ -241,6 +254,7 @@ def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subj
         weights=checkpoint,
         config=_on_one_replica(config),
         dataset=dataset,
+        code=past.last_code,
         tags=past.tags,
         store=past.store,
         gate=None,

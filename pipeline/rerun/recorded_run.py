@@ -63,6 +63,12 @@ class RecordedRun:
         """The experiment of the recorded run, or None if it is not known."""
         return _text_or_none(self._group("tracking").get("experiment"))
 
+    @property
+    def last_code(self) -> Mapping[str, Any]:
+        """The hashes of the user's code in the last segment; empty if not recorded."""
+        described = self.segments[-1] if self.segments else self.environment
+        return described.get("code") or {}
+
     def is_in_tf32(self) -> bool:
         """Return whether float32 was computed in TF32.
 

@@ -410,9 +410,20 @@ class Past:
 
         None for a run of an older version.
         """
-        segments = [self.start.segment, *self.resumed]
-        pid = segments[-1].get("pid")
+        pid = self._last_segment.get("pid")
         return pid if isinstance(pid, int) else None
+
+    @property
+    def last_code(self) -> Mapping[str, Any]:
+        """The hashes of the user's code in the last segment, by the file's name.
+
+        Empty for a run of an older version.
+        """
+        return self._last_segment.get("code") or {}
+
+    @property
+    def _last_segment(self) -> Mapping[str, Any]:
+        return [self.start.segment, *self.resumed][-1]
 
     @property
     def updates(self) -> set[int]:

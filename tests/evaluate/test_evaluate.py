@@ -164,6 +164,25 @@ def test_a_checkpoint_has_the_results_that_the_run_logged(made, answer, update):
         assert said in made.answers[answer]["err"]
 
 
+def test_code_that_has_changed_since_the_run_is_named(made):
+    lines = {
+        "run directory": "evaluate run --no-log",
+        "by ID": f"evaluate {made.run_id} --allow mine --no-log",
+        "predict": "predict run --out changed.parquet",
+    }
+    code = made.folder / "mine.py"
+    code.write_text(MINE + "\n# changed\n")
+    try:
+        answers = one_process(lines, made.folder)
+    finally:
+        code.write_text(MINE)
+    said = "code that has changed since the run: mine.py"
+    for answer in answers.values():
+        assert answer["status"] == 0, answer["err"]
+        assert said in answer["err"]
+    assert said not in made.answers["only printed"]["err"]
+
+
 def test_the_test_split_is_that_of_the_best_checkpoint(made):
     (tested,) = made.history("test/loss").values()
     assert made.history("eval/test/loss") == {BEST: pytest.approx(tested, rel=EQUAL)}
