@@ -20,7 +20,7 @@ In both cases, S is the gradient of the mean over the effective batch, for all s
 micro-batches, sample weights and masks. The mean of the micro-batch means,
 Σₖ (∇Lₖ/Wₖ) / K, equals S only if all Wₖ are equal.
 
-`Update` runs the last line, this module runs the others.
+`Update` runs the last line; this module runs the others.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ from .token_cut import TokenLimit, micro_batch_limit
 from .xla import without_cudnn
 
 
-# Do not convert with autograph, as `fit` does not either: the conversion of all called
-# functions took most of the tracing time. The parameters are those that users know
-# from `compile` and from a gradient tape.
+# Do not convert with autograph, which `fit` does not use either: the conversion of all
+# called functions took most of the tracing time. The parameters are those that users
+# know from `compile` and from a gradient tape.
 @tf.autograph.experimental.do_not_convert
 def accumulate_gradients(  # noqa: PLR0913  the public interface
     model: keras.Model | None,
@@ -99,9 +99,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             not be `none`, and its value for one example must not depend on other
             examples. Pass None for a model that learns from `add_loss` alone. An
             `Objective` includes loss weights and metrics. Without a model: a function
-            of x, y and the sample weights of a micro-batch, as far as `batch` has them.
-            It returns the mean loss over the examples, or a tuple of a mean and the
-            weight that the mean was divided by.
+            of the parts of a micro-batch, which are x, y and the sample weights, as far
+            as `batch` has them. It returns the mean loss over the examples, or a tuple
+            of a mean and the weight that the mean was divided by.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged
             tensors with the examples on axis 0, or x alone if there is no loss. The
             number of examples may be zero, and unknown during tracing. Inside
@@ -112,8 +112,8 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         micro_batch_tokens: maximum number of positions per forward and backward pass,
             in place of a number of examples, for ragged inputs. The examples are sorted
             by length and cut, and each micro-batch is padded with zeros to its longest
-            example. Each position of ragged labels gets a sample weight. What counts
-            padded positions is rejected.
+            example. Each position of ragged labels gets a sample weight. Models, losses
+            and metrics whose results would depend on padding are rejected.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         variables: the variables to differentiate with respect to; by default, the
@@ -141,8 +141,8 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     """
     if model is None:
         if variables is None or not callable(loss):
-            rule = "without a model there must be variables, and a loss"
-            raise ValueError(f"{rule} that is a function of a micro-batch")
+            rule = "without a model, variables must be given, and loss must be"
+            raise ValueError(f"{rule} a function of a micro-batch")
         _check_left_out("without a model", loss_weights, metrics, weighted_metrics)
     if isinstance(loss, Objective):
         where = "with an Objective, which has its own"

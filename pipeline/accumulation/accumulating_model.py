@@ -191,15 +191,15 @@ class AccumulatingModel(keras.Model):
                 `xla_lengths`.
         """
         if run_eagerly:
-            rule = "run_eagerly must be False: micro-steps are traced"
-            remedy = "Compile and fit `inner` to debug it"
+            rule = "run_eagerly must be False, because micro-steps are traced"
+            remedy = "To debug `inner`, compile and fit it alone"
             raise ValueError(f"{rule}. {remedy}. Received: True")
         for accumulating in (optimizer, getattr(optimizer, "inner_optimizer", None)):
             steps = getattr(accumulating, "gradient_accumulation_steps", None)
             if steps:
                 rule = (
-                    "the optimizer must not accumulate a second time: "
-                    "leave gradient_accumulation_steps out"
+                    "the optimizer must not accumulate gradients itself: "
+                    "leave out gradient_accumulation_steps"
                 )
                 raise ValueError(f"{rule}. Received: {steps}")
         limit = micro_batch_limit(
@@ -331,8 +331,8 @@ class AccumulatingModel(keras.Model):
         """Return `(x, y, sample_weight)`, padded if micro-batches are.
 
         Raises:
-            ValueError: inputs that are not padded are ragged, but `inner` takes dense
-                ones only.
+            ValueError: the inputs are ragged and are not padded here, but `inner` takes
+                only dense ones.
         """
         if self.micro_batch_tokens is None:
             check_takes_ragged(self.inner, parts)
@@ -348,8 +348,8 @@ class AccumulatingModel(keras.Model):
     def _objective_for(self, data: Nest) -> Objective:
         """Return the objective that Keras builds from the arguments of `compile`.
 
-        Keras builds it when it first sees a batch. So the first batch, `data`, is
-        traced here, but nothing is computed.
+        Keras builds it when it first sees a batch. So this method traces Keras'
+        functions with the first batch, `data`, but computes nothing.
         """
         if self._objective is None:
             _check_undistributed(data)
@@ -421,12 +421,12 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
             name = names_by_path.get(compiled.path, path_as_name)
         loss = compiled.loss
         if name in losses:
-            rule = "loss must have one entry per output"
-            raise ValueError(f"{rule}. Received a second one: {loss.name}")
+            rule = "loss must have only one entry per output"
+            raise ValueError(f"{rule}. Received: a second one, {loss.name}")
         if type(loss).__call__ is not keras.losses.Loss.__call__:
-            rule = "loss must compute in `call`, one value per example"
+            rule = "loss must compute one value per example in `call`"
             raise ValueError(
-                f"{rule}: its __call__ is not called. Received: {loss.name}"
+                f"{rule}, because `__call__` is not called. Received: {loss.name}"
             )
         losses[name] = loss
         scales[name] = compiled.scale
@@ -450,4 +450,5 @@ def _check_undistributed(data: Nest) -> None:
     for leaf in tf.nest.flatten(data):
         if isinstance(leaf, tf.distribute.DistributedValues):
             rule = "the dataset must not be distributed"
-            raise ValueError(f"{rule}: each replica takes its share of every batch")
+            reason = "because each replica takes its share of every batch"
+            raise ValueError(f"{rule}, {reason}")

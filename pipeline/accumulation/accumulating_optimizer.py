@@ -81,7 +81,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             rule = "factor must be an integer of at least 1"
             raise ValueError(f"{rule}. Received: {factor!r}")
         if getattr(inner, "gradient_accumulation_steps", None):
-            rule = "inner must not accumulate itself"
+            rule = "inner must not accumulate gradients itself"
             raise ValueError(f"{rule}. Received: {inner.name}")
         self.inner = inner
         self.factor = factor
@@ -94,7 +94,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # Reject a LossScaleOptimizer around this optimizer: it sets this attribute.
         if name == "loss_scale_factor" and "inner" in vars(self):
             rule = (
-                "a LossScaleOptimizer must be inside: "
+                "a LossScaleOptimizer must be inside of this optimizer: "
                 "AccumulatingOptimizer(LossScaleOptimizer(…)), with "
                 "compile(auto_scale_loss=False)"
             )
@@ -192,7 +192,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             trainable_variables = list(trainable_variables)
         if not self.built:
             if trainable_variables is None:
-                rule = "trainable_variables must be given before the optimizer is built"
+                rule = "trainable_variables must be given if the optimizer is not built"
                 raise ValueError(f"{rule}. Received: None")
             self.build(trainable_variables)
         gradients = self._in_order(grads, trainable_variables)
@@ -288,8 +288,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if key not in indices:
                 count = len(self.updated_variables)
                 rule = (
-                    f"trainable_variables must be the {count} that the optimizer was "
-                    "built for, or some of them, each once"
+                    "trainable_variables must be those that the optimizer was built "
+                    f"for ({count}), or some of them, each once"
                 )
                 raise ValueError(f"{rule}. Received: {variable.name}")
             gradients[indices.pop(key)] = gradient
@@ -307,15 +307,16 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         if "sum" in reductions:
             reason = "a loss is a sum, whereas batches are averaged"
         elif any(mask is not None for mask in masks):
-            reason = "an output has a mask, so that their weights may differ"
+            reason = "an output has a mask, so the weights of batches may differ"
         elif step.sample_weight is not None and "mean_with_sample_weight" in reductions:
-            reason = "a loss divides by sample weights, which may differ"
+            reason = "a loss divides by a sum of sample weights, which may differ"
         else:
             return
         self._has_warned = True
         text = (
-            f"{self.name} gives all batches of fit the same weight, but {reason}: the "
-            "updates are not those of large batches. AccumulatingModel's are"
+            f"{self.name} gives all batches of fit the same weight, but {reason}. So "
+            "its updates differ from those of large batches. Those of "
+            "AccumulatingModel do not"
         )
         warnings.warn(text, stacklevel=4)
 
@@ -333,8 +334,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     ) -> list[tf.Operation]:
         """Reject the last part of an update that cannot be applied.
 
-        It cannot if no variable had a gradient in any part. In a traced function, it
-        cannot either if only some variables of a set had one: see `_apply_one_of`.
+        This is so if no variable had a gradient in any part and, in a traced function,
+        also if only some variables of a set had one: see `_apply_one_of`.
 
         Args:
             gradients: the gradients of this part, in the order of `updated_variables`.
@@ -391,8 +392,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         """Apply the averages of the variables that had a gradient, in a traced step.
 
         Keras needs these variables during tracing, but they are known only at run time.
-        So one step is traced per case, and one of these steps runs. Variables that had
-        their gradients in the same parts until now form a set, and a case is a
+        So one step is traced per case, and one of these steps runs. Variables that have
+        so far had their gradients in the same parts form a set, and a case is a
         combination of sets that have gradients.
         """
         groups = self._sets_beside(present)
@@ -426,7 +427,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         sets = self.accumulator.groups_beside(present)
         if len(sets) > MOST_SETS:
             received = (
-                f"{len(sets)} sets of variables that had theirs in different parts"
+                f"{len(sets)} sets of variables that had gradients in different parts"
             )
             raise ValueError(f"{ZERO}. Received: {received}")
         return sets
@@ -469,10 +470,10 @@ def _check_sets(
 
 
 def _of_batch(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Return a gradient that depends on the batch, or all if none is known to.
+    """Return one gradient that depends on the batch, or all if none is known to.
 
-    It is the last one, which the backward pass computes first: waiting for another one
-    would keep those before it in memory.
+    The last such gradient is returned, because the backward pass computes it first.
+    While a step waited for a later one, it would keep the earlier ones in memory.
     """
     depends = depending_on_batch(gradients)
     for gradient, depends_on_batch in zip(gradients[::-1], depends[::-1], strict=True):

@@ -29,8 +29,8 @@ from .keras_internals import adam_moments, constant_rate, replaced
 # Methods of Keras whose work the operation does.
 REPLACED = ("update_step", "assign_add", "assign_sub")
 
-# The operation takes β in float32. It replaces Keras' step only if this changes 1 − β by
-# at most this fraction. The change is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
+# The operation takes β in float32. It replaces Keras' step only if this changes 1 − β
+# by at most this fraction. The change is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
 TOLERANCE = 2e-5
 
 # On a CPU, variables with fewer elements keep Keras' step, because threads would take
@@ -117,9 +117,9 @@ def _is_exact_enough(adam: keras.optimizers.Adam, dtype: tf.DType) -> bool:
 def _scalars(adam: keras.optimizers.Adam, dtype: tf.DType) -> dict[str, tf.Tensor]:
     """Return the scalar arguments of the operation.
 
-    The operation's first moment is a times Keras' first moment, and its second moment
-    is b times Keras' second moment: see `_moment_ratio`. With a rate multiplied by √b/a
-    and an ε multiplied by √b, both factors cancel:
+    The operation's first moment is `a` times Keras' first moment, and its second moment
+    is `b` times Keras' second moment: see `_moment_ratio`. If the rate is multiplied by
+    √b/a and ε by √b, both factors cancel:
 
         rate·√b/a · a·m/(√(b·v) + ε·√b) = rate · m/(√v + ε)
     """

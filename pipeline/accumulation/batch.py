@@ -113,8 +113,8 @@ def parts_of(batch: Nest | Share | Batches | DealtBatch) -> tuple[Nest, Nest, Ne
 
 def _as_tensor(leaf: Any) -> Any:
     if isinstance(leaf, tf.SparseTensor):
-        rule = "a batch must be of dense or ragged tensors: see tf.sparse.to_dense"
-        raise ValueError(f"{rule}. Received: SparseTensor")
+        rule = "a batch must consist of dense or ragged tensors"
+        raise ValueError(f"{rule}: see tf.sparse.to_dense. Received: SparseTensor")
     if leaf is None or tf.is_tensor(leaf):
         return leaf
     return tf.convert_to_tensor(leaf)
@@ -278,8 +278,8 @@ def share_of(batch: Nest | Share | DealtBatch) -> tuple[Nest, Any]:
 def positions_for_noise(batch: Nest | Share | DealtBatch, position: Any) -> Any:
     """Return the positions by which the examples of a share draw their noise.
 
-    It is the position of the first example. In a dealt batch, it is the position of
-    each of the following examples before they were dealt; see `position_of`.
+    This is the position of the first example alone. In a dealt batch, it is the
+    position of each example from there on before it was dealt; see `position_of`.
 
     Args:
         batch: the effective batch.

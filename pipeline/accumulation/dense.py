@@ -40,7 +40,7 @@ from .keras_internals import (
 )
 
 # Sizes at which nearly all measurements show a speedup, also at numbers of rows that
-# are no multiples of 16. The worst is 0.9, for 768×768 at 100 rows.
+# are not multiples of 16. The worst is 0.9, for 768×768 at 100 rows.
 LARGE = 1 << 19  # minimum number of elements in a kernel
 # Minimum length of the kernel's shorter axis. The transpose is a pass over rows ×
 # inputs, which is too expensive for few units.

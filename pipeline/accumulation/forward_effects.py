@@ -130,13 +130,13 @@ def unsupported(
     for layer in layers_of(model):
         if getattr(layer, "synchronized", False):
             rule = (
-                "must have no BatchNormalization(synchronized=True): "
+                "must have no BatchNormalization(synchronized=True), because "
                 "TensorFlow cannot sum over replicas in a loop"
             )
             yield rule, layer.name
         if getattr(layer, "stateful", False):
             rule = (
-                "must have no stateful RNN: "
+                "must have no stateful RNN, because "
                 "its states are those of the examples of one batch"
             )
             yield rule, layer.name

@@ -37,8 +37,8 @@ from .keras_internals import (
 from .loss_sums import float32_at_least
 from .xla_internals import Attention
 
-# The maximum width of a head, and the number of which the width must be a multiple, in
-# cuDNN for GPUs before Blackwell.
+# In cuDNN for GPUs before Blackwell: the maximum width of a head, and the number that
+# must divide the width.
 MAX_WIDTH = 128
 WIDTH_MULTIPLE = 8
 
@@ -121,7 +121,7 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
         return "its arguments are not tensors"
     # A `ForwardAccumulator` needs a forward derivative, which cuDNN does not compute.
     if pack_tangents(tensors).tangents:
-        return "a derivative is taken forward"
+        return "a forward-mode derivative is taken"
     return _why_not_by_cudnn(tensors, examples)
 
 
@@ -145,7 +145,7 @@ def _why_not_by_cudnn(tensors: list[tf.Tensor], examples: int) -> str:
     width = query.shape[-1]
     if width > MAX_WIDTH or width % WIDTH_MULTIPLE:
         rule = f"at most {MAX_WIDTH} and a multiple of {WIDTH_MULTIPLE}"
-        return f"its heads are {width} wide, which must be {rule}"
+        return f"its heads are {width} wide, but the width must be {rule}"
     return ""
 
 

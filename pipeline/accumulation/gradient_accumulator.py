@@ -22,7 +22,7 @@ from .loss_sums import divide
 Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
 
 ZERO = (
-    "gradients must be zero, not None, where other parts have one "
+    "gradients must be zero, not None, for a variable that has one in other parts "
     "(unconnected_gradients='zero')"
 )
 
@@ -83,8 +83,8 @@ class GradientAccumulator(tf.Module):
         Args:
             gradients: the gradient of the mean over the part or share for each
                 variable: a dense tensor, `tf.IndexedSlices`, or None for no gradient.
-                Keras' losses divide by the number of replicas inside `strategy.run`, so
-                multiply by it.
+                Inside `strategy.run`, Keras' losses divide by the number of replicas,
+                so multiply their gradients by it.
             weight: weight of the mean over this part, scalar.
             times: factor by which the gradients are multiplied.
 
@@ -163,7 +163,7 @@ class GradientAccumulator(tf.Module):
         return averages
 
     def groups_beside(self, indices: Collection[int]) -> list[list[int]]:
-        """Return groups of variables that had gradients in the same parts until now.
+        """Return groups of variables that have had gradients in the same parts so far.
 
         The groups, lists of indices, contain all variables except those at `indices`.
         """
@@ -190,7 +190,7 @@ class GradientAccumulator(tf.Module):
         such as that of a regularizer alone, must not be added then, so it waits for all
         other gradients. If each gradient waited for all others, all would be in memory
         at once. So a gradient that depends on the batch waits only for the gradients in
-        `uncertain`: if a shape is wrong, nothing is added.
+        `uncertain`, so that nothing is added if a shape is wrong.
 
         Args:
             present: the gradients.
@@ -266,7 +266,7 @@ class GradientAccumulator(tf.Module):
         self._left_out |= everything - indices
 
         weight, *_, counts = values
-        # If nothing was added, missing gradients are no error: the averages are zero.
+        # If nothing was added, missing gradients are allowed: the averages are zero.
         is_empty = tf.equal(weight, 0) & tf.reduce_all(counts <= 0)
         present = tf.gather(counts, sorted(indices)) > 0
         message = f"{ZERO}. Received: None in all parts of an update"

@@ -38,8 +38,9 @@ class GradientNoiseSums(NamedTuple):
 class GradientSums(NamedTuple):
     """The sums over one effective batch, or over one replica's share of it.
 
-    An evaluation sets only the first three attributes, and `cut`. A sum with a weight of 0 is not
-    divided: either the sum is 0, too, or the reduction of the loss is `sum`.
+    An evaluation sets only the first three attributes, and `cut`. A sum with a weight
+    of 0 is not divided: either the sum is 0, too, or the reduction of the loss is
+    `sum`.
 
     Attributes:
         losses: the loss of each output that has one, by output name.

@@ -244,7 +244,7 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
 def counting_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """Return those of an optimizer and its inner ones that count their own steps."""
+    """Return which of an optimizer and its inner optimizers count their own steps."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [inner, *getattr(inner, "optimizers", [])]
 

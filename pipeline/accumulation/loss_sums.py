@@ -8,11 +8,11 @@ losses share one gradient in memory:
 
     gradient = Σₖ ∇(L₁ₖ/W₁ + L₂ₖ/W₂ + …)
 
-A loss whose weight is known only after the forward pass (a mask that the model
-computes, ragged outputs, an axis of unknown length) has a gradient sum of its own,
-which is divided at the end. The layers then receive the gradient of a sum. This makes a
-difference for a layer whose backward pass is not linear, such as one that clips its
-gradient.
+A loss whose weight is known only after the forward pass (because of a mask that the
+model computes, ragged outputs or an axis of unknown length) has a gradient sum of its
+own, which is divided at the end. The layers then receive the gradient of a sum. This
+makes a difference for a layer whose backward pass is not linear, such as one that clips
+its gradient.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def micro_batch_losses(
     for term in objective.terms(y, outputs, sample_weight):
         if couples_examples(term.loss):
             # A micro-batch contains only some of the examples that the loss compares.
-            rule = "loss_over must be effective_batch for a loss of several examples"
-            raise ValueError(f"{rule} at once, {term.loss.name}. Received: 'example'")
+            rule = "loss_over must be effective_batch for a loss that compares several"
+            raise ValueError(f"{rule} examples, {term.loss.name}. Received: 'example'")
         totals_of_output = BatchTotals(batch_examples, weights.get(term.name))
         sums = weighted_sum(
             term.loss,

@@ -58,14 +58,14 @@ def run_micro_batches(
             (examples,).
         jit_compile: whether XLA compiles the step for full micro-batches. A smaller
             last micro-batch is not compiled. In a cut by tokens, XLA compiles for each
-            of the limit's `xla_lengths`; examples that are longer are not compiled.
+            of the limit's `xla_lengths`, and not for longer examples.
         fused_attention: whether the compiled step is traced in `attention_fused`. A
             step that is not compiled cannot use it, so the step is then traced twice.
 
     Returns:
         A nest of results. Each is the sum over the micro-batches, or the concatenation
-        if the size of axis 0 is unknown during tracing, like the number of examples.
-        A concatenation is in the order of the examples in `batch`.
+        if the size of its axis 0 is unknown during tracing, as the number of examples
+        is. A concatenation is in the order of the examples in `batch`.
 
     Raises:
         ValueError: the micro-batch size is not positive.
@@ -164,8 +164,8 @@ class MicroBatchLoop:
                 partial(body, step_of_loop),
                 state,
                 shape_invariants=(tf.TensorShape([]), cut.specs, shapes),
-                # Run one iteration at a time: two were faster on a CPU, but needed up
-                # to 1.7 times the memory for activations.
+                # Run one iteration at a time: two at once were faster on a CPU, but
+                # needed up to 1.7 times the memory for activations.
                 parallel_iterations=1,
             )
         *_, totals = state
@@ -238,8 +238,8 @@ class MicroBatchLoop:
     def _prepared(self, results: Sequence[Any]) -> list[Any]:
         """Return the results of a step as they are summed.
 
-        A compiled step calls this itself: it returns the indices of rows to the host,
-        which would wait for them.
+        A compiled step calls this itself. Otherwise, it would return the indices of
+        rows to the host, which would wait for them.
         """
         prepared = []
         for join, result in zip(self._joins, results, strict=True):
@@ -349,7 +349,7 @@ class _Cut:
         return self._as_on_device(slices)
 
     def compiled_examples(self) -> tuple[tf.Tensor | None, tf.Tensor]:
-        """Return where the full micro-batches begin and end; None is the first one."""
+        """Return where the full micro-batches begin (None for 0) and where they end."""
         return None, self.examples - self.examples % self._micro_batch_size
 
     def positions(self, start: tf.Tensor, stop: tf.Tensor) -> tf.Tensor:

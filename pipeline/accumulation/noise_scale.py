@@ -1,10 +1,10 @@
 """The gradient noise scale: the batch size beyond which more examples help little.
 
-The simple noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1) is B =
-`tr(Σ)/|G|²`, where Σ is the covariance of the gradient of one example, and G is the true
-gradient. Two batch sizes give two equations for tr(Σ) and |G|². Accumulation provides
-both: the gradients gₖ of the K micro-batches, and the gradient g = Σ ωₖgₖ of the
-effective batch, where ωₖ is the share of micro-batch k in the total weight:
+The simple noise scale of McCandlish et al. 2018 (arXiv:1812.06162, appendix A.1) is
+B = `tr(Σ)/|G|²`, where Σ is the covariance of the gradient of one example, and G is the
+true gradient. Two batch sizes give two equations for tr(Σ) and |G|². Accumulation
+provides both: the gradients gₖ of the K micro-batches, and the gradient g = Σ ωₖgₖ of
+the effective batch, where ωₖ is the share of micro-batch k in the total weight:
 
     E|gₖ|² = |G|² + tr(Σ)/nₖ        E|g|² = |G|² + tr(Σ)/n
 
@@ -40,8 +40,8 @@ from .loss_sums import LossPart
 from .micro_batches import rows_once
 
 # The time constant of the averages, in updates: a share of the updates so far, up to a
-# limit. If |G|² falls as 1 / updatesᵖ, the average is 1 / (1 − p · SHARE) times too
-# large: by a quarter for p = 2.
+# limit. If |G|² falls as 1 / updatesᵖ, the average is too large by the factor
+# 1 / (1 − p · SHARE), which is 1.25 for p = 2.
 SHARE = 0.1
 LONGEST = 100.0
 
@@ -69,7 +69,7 @@ def square(
 ) -> tf.Tensor:
     """Return the sum of the squares of all elements, scalar.
 
-    Missing gradients, `ABSENT` or None, are skipped. Without any gradient, the sum is 0.
+    Missing gradients, `ABSENT` or None, are skipped. Without gradients, the sum is 0.
     """
     # `l2_loss` is one pass over each gradient. Storing the squares would take three
     # times as long.
@@ -118,7 +118,7 @@ def gradient_noise_of_micro_batch(
         zero = tf.zeros_like(weight)
         return GradientNoiseSums(zero, zero, zero, zero)
 
-    if measure is True:  # which `tf.cond` does not take
+    if measure is True:  # `tf.cond` takes only tensors
         return measured()
     return tf.cond(measure, measured, not_measured)
 

@@ -37,9 +37,9 @@ class Objective:
     Attributes:
         loss: the loss or losses, as in `compile`.
         loss_weights: a number per output, by name or in order.
-        metrics: metrics for the only output, or lists of metrics by output name. The
-            mask of the output weights them.
-        weighted_metrics: metrics like `metrics` that the sample weights weight.
+        metrics: metrics for the only output, or lists of metrics by output name. They
+            are weighted by the mask of the output.
+        weighted_metrics: metrics in the same form, weighted by the sample weights.
         layer_metrics: metrics that the model's layers update in their calls.
         added_losses: whether a scalar of `add_loss` is the "mean" or the "sum" over the
             examples of its batch.
@@ -65,9 +65,8 @@ class Objective:
         check_choice("added_losses", self.added_losses, ("mean", "sum"))
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example without a loss"
-            raise ValueError(
-                f"{rule}: add_loss is computed per micro-batch. Received: None"
-            )
+            reason = "because add_loss is computed per micro-batch"
+            raise ValueError(f"{rule}, {reason}. Received: 'effective_batch'")
 
     @property
     def over_batch(self) -> bool:
@@ -240,7 +239,7 @@ def _update(
 ) -> None:
     names = list(outputs)
     if metrics and len(names) > 1 and not isinstance(metrics, Mapping):
-        rule = "metrics must be given by the name of an output"
+        rule = "metrics must be given by output name"
         raise ValueError(f"{rule}, one of {', '.join(names)}")
     for output, metric in _with_outputs(metrics):
         name = names[0] if output is None else output

@@ -120,7 +120,7 @@ def kept(outputs: Mapping[str, Nest]) -> Outputs:
 
 
 def check_rows(outputs: Outputs) -> None:
-    """Reject outputs of padded positions: micro-batches differ in length.
+    """Reject outputs with padded positions, because micro-batches differ in length.
 
     Raises:
         ValueError: an output or its mask has an axis without a fixed size, besides that

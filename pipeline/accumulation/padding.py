@@ -30,8 +30,8 @@ def padded_length(lengths: tf.Tensor, multiple: int) -> tf.Tensor:
 def padded(leaf: Any, multiple: int, minimum_length: tf.Tensor | int = 0) -> Any:
     """Return a part of a batch, padded with zeros to its longest example.
 
-    The length is rounded up to a multiple, and is at least `minimum_length`. A dense part
-    is returned as it is.
+    The length is rounded up to a multiple, and is at least `minimum_length`. A dense
+    part is returned as it is.
     """
     if not isinstance(leaf, tf.RaggedTensor):
         return leaf
@@ -69,10 +69,10 @@ def sequences_in(x: Nest) -> list[tf.RaggedTensor]:
         if isinstance(leaf, tf.RaggedTensor):
             sequences.append(leaf)
     if not sequences:
-        rule = "an input must be a ragged tensor with micro_batch_tokens"
-        reason = "the lengths of dense inputs are not known"
+        rule = "with micro_batch_tokens, an input must be a ragged tensor"
+        reason = "because the lengths of dense inputs are not known"
         way = "tf.RaggedTensor.from_tensor(x, lengths) cuts off their padding"
-        raise ValueError(f"{rule}: {reason}. {way}")
+        raise ValueError(f"{rule}, {reason}. {way}")
     return sequences
 
 
@@ -85,15 +85,13 @@ def check_ragged(batch: Nest | Share | Batches) -> None:
     """
     if isinstance(batch, Batches):
         rule = "micro_batch_tokens must be None for Batches"
-        raise ValueError(f"{rule}: no micro-batch spans two of them")
+        raise ValueError(f"{rule}, because no micro-batch spans two of them")
     parts = parts_of(batch)
     sequences_in(parts[0])
     for leaf in tf.nest.flatten(parts):
         if isinstance(leaf, tf.RaggedTensor) and not _has_one_ragged_axis(leaf):
-            rule = "ragged parts must be ragged along axis 1 alone"
-            raise ValueError(
-                f"{rule} with micro_batch_tokens. Received: shape {leaf.shape}"
-            )
+            rule = "with micro_batch_tokens, tensors must be ragged along axis 1 alone"
+            raise ValueError(f"{rule}. Received: shape {leaf.shape}")
 
 
 def _has_one_ragged_axis(leaf: tf.RaggedTensor) -> bool:
@@ -103,9 +101,9 @@ def _has_one_ragged_axis(leaf: tf.RaggedTensor) -> bool:
 def with_position_weights(batch: Nest | Share) -> Nest | Share:
     """Return the batch with a sample weight for each position of ragged labels.
 
-    It is the weight of the example, or 1 without sample weights. Ragged sample weights
-    remain as they are; evaluating them raises an error if they are not as many as the
-    labels have positions. The padding gets 0, whenever the labels are padded.
+    The weight of a position is that of its example, or 1 without sample weights. Ragged
+    sample weights remain as they are; evaluating them raises an error unless there is
+    one for each position of the labels. When the labels are padded, the padding gets 0.
 
     Raises:
         ValueError: there are dense sample weights for single positions.
@@ -137,7 +135,7 @@ def _same_structure(y: Nest, sample_weight: Nest) -> bool:
 
 
 def _position_weights(labels: Any, weights: Any) -> Any:
-    """Return the weights of ragged labels, one a position; see above."""
+    """Return the weights of ragged labels, one per position."""
     if not isinstance(labels, tf.RaggedTensor):
         return weights
     if isinstance(weights, tf.RaggedTensor):
@@ -147,7 +145,7 @@ def _position_weights(labels: Any, weights: Any) -> Any:
         flat_weights = tf.ones(positions, keras.config.floatx())
     else:
         if weights.shape.rank != 1:
-            rule = "sample weights of ragged labels must be ragged, or one per example"
+            rule = "sample weights of ragged labels must be ragged or one per example"
             raise ValueError(f"{rule}. Received: shape {weights.shape}")
         flat_weights = tf.gather(weights, labels.value_rowids())
     return tf.RaggedTensor.from_row_splits(
@@ -162,7 +160,7 @@ def _of_lengths_of(
     with tf.device("CPU:0"):
         lengths = tf.cast(labels.row_lengths(), tf.int64)
         lengths_of_weights = tf.cast(weights.row_lengths(), tf.int64)
-        rule = "ragged sample weights must be as many as their labels have positions"
+        rule = "ragged sample weights must be one per position of their labels"
         check = tf.debugging.Assert(
             tf.reduce_all(lengths_of_weights == lengths),
             [rule, lengths_of_weights, lengths],
@@ -191,15 +189,15 @@ def check_loss(
     if not has_padded_axis(values):
         rule = "must have a value for each position, not a mean over padded positions"
         raise ValueError(
-            f"the loss {loss.name} {rule}, with micro_batch_tokens; labels and outputs "
+            f"with micro_batch_tokens, the loss {loss.name} {rule}: labels and outputs "
             "of shape (examples, positions) need a last axis of size 1"
         )
     is_weighted = has_padded_axis(sample_weight)
     if masked or (is_weighted and loss.reduction in ("mean_with_sample_weight", "sum")):
         return
     raise ValueError(
-        f"the loss {loss.name} must not count padded positions with "
-        f"micro_batch_tokens: use {_REMEDY}. Received: reduction={loss.reduction!r}"
+        f"with micro_batch_tokens, the loss {loss.name} must not count padded "
+        f"positions: use {_REMEDY}. Received: reduction={loss.reduction!r}"
     )
 
 
@@ -221,15 +219,15 @@ def check_metric(
         return
     if isinstance(output, tf.Tensor) and output.shape[-1] is None:
         raise ValueError(
-            f"the metric {metric.name} must not be a mean over padded positions, with "
-            "micro_batch_tokens: outputs of shape (examples, positions) need a last "
+            f"with micro_batch_tokens, the metric {metric.name} must not be a mean "
+            "over padded positions: outputs of shape (examples, positions) need a last "
             "axis of size 1"
         )
     if not has_padded_axis(weight):
         raise ValueError(
-            f"the metric {metric.name} must not count padded positions with "
-            "micro_batch_tokens: use weighted_metrics with ragged labels, or a mask "
-            "of the output"
+            f"with micro_batch_tokens, the metric {metric.name} must not count padded "
+            "positions: use weighted_metrics with ragged labels, or a mask of the "
+            "output"
         )
 
 
@@ -237,7 +235,7 @@ def metric_weight(metric: keras.metrics.Metric, weight: tf.Tensor) -> tf.Tensor:
     """Return the weights of padded positions with which a metric is exact.
 
     Keras' means average the weights over the positions of an example before they sum
-    them. A position in a longer micro-batch would count less.
+    them. Without this change, a position in a longer micro-batch would count less.
     """
     if not isinstance(metric, keras.metrics.Mean) or not has_padded_axis(weight):
         return weight

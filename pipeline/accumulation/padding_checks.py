@@ -24,11 +24,11 @@ from .padding import check_ragged, with_position_weights
 from .same_noise import noise_by_position, noisy_layers
 
 _LENGTHS = (1, 5)  # positions of the made-up examples
-_DRAWS = 6  # examples of each length: the maximum of one may hide its padding
+_DRAWS = 6  # examples of each length: in a single one, a maximum may hide padding
 _PADDING = 3  # more positions, at the end of an example
 
-# Largest difference, relative to the largest value, that is rounding: by the least
-# precise dtype in which a layer computes. Padding changes outputs by much more.
+# Largest difference, relative to the largest value, that counts as rounding, by the
+# least precise dtype in which a layer computes. Padding changes outputs by much more.
 _ROUNDING = {"float64": 1e-9, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
@@ -59,8 +59,8 @@ def check_noise(model: keras.Model, x: Nest) -> None:
     """Reject a model whose noise by position changes with more padding.
 
     The noise of an example is drawn from its first position on, so padding must be at
-    the end where a layer draws. A model some of whose noise depends on the cut anyway
-    is not checked, nor is one whose weights are not finite.
+    the end where a layer draws. A model is not checked if some of its noise depends on
+    the cut anyway, or if its weights are not finite.
 
     Args:
         model: the model.
@@ -133,15 +133,17 @@ def _noisy_outputs(
 
 
 def _check_normalization(model: keras.Model) -> None:
-    """Reject BatchNormalization that would normalize by examples of similar length."""
+    """Reject BatchNormalization, which would see examples of similar length."""
     names = []
     for layer in layers_of(model):
         if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable:
             names.append(layer.name)
     if names:
-        rule = "must have no trainable BatchNormalization with micro_batch_tokens"
-        reason = "it would normalize by examples of similar length"
-        raise ValueError(f"model {rule}: {reason}. Received: {', '.join(names)}")
+        rule = (
+            "with micro_batch_tokens, model must have no trainable BatchNormalization"
+        )
+        reason = "because its statistics would be those of examples of similar length"
+        raise ValueError(f"{rule}, {reason}. Received: {', '.join(names)}")
 
 
 def _check_outputs(model: keras.Model, x: Nest) -> None:
@@ -344,7 +346,7 @@ def _example(
 def _varied(
     model: keras.Model, numbers: np.random.Generator
 ) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return other values for the weights that are zero, which would hide padding."""
+    """Return values for the weights that are all zero, which would hide padding."""
     values = []
     for variable in model.trainable_variables:
         value = tf.convert_to_tensor(variable)

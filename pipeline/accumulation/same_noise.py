@@ -13,8 +13,8 @@ effective batch would, on any replica, without the memory for that draw. Noise i
 in float32, whatever the precision of the layer.
 
 In a cut by tokens, m depends on the padded length of the micro-batch, and the positions
-of its examples do not follow each other. So each example has 2³² blocks there, which is
-one draw for each example:
+of its examples do not follow each other. So each example has 2³² blocks there, and its
+own draw:
 
     position  0              1              2          …
     blocks    0 … 2³²−1      2³² … 2·2³²−1  …
@@ -174,7 +174,9 @@ class _Rows:
         with tf.device("CPU:0"):  # where the position already is
             # An example has several rows if a previous layer has merged the first axes.
             check = tf.debugging.assert_equal(
-                sizes[0] % self.examples, 0, "same_noise: rows that are of no example"
+                sizes[0] % self.examples,
+                0,
+                "same_noise: rows that belong to no example",
             )
             checks = [] if check is None else [check]
             with tf.control_dependencies(checks):
@@ -205,12 +207,12 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _RowsByTokens(_Rows):
-    """The examples of a micro-batch of a cut by tokens. `position` is that of each."""
+    """The examples of a micro-batch in a cut by tokens, each with its `position`."""
 
     def can_draw(self, inputs: tf.Tensor) -> bool:
-        """Return whether more padding adds values at the end of an example alone.
+        """Return whether more padding adds values only at the end of an example.
 
-        It does not with a second axis of unknown size, as in the dropout of attention.
+        This is not so with a second axis of unknown size, as in attention's dropout.
         """
         return None not in inputs.shape[2:]
 
@@ -218,10 +220,10 @@ class _RowsByTokens(_Rows):
         checks = []
         if tf.is_tensor(sizes[1]):
             # Values of a second sequence axis would come between those of the first.
-            rule = "same_noise: rows that are of no example, of unknown length"
+            rule = "same_noise: rows of unknown length that belong to no example"
             checks.append(tf.debugging.assert_equal(sizes[0], self.examples, rule))
         with tf.control_dependencies([check for check in checks if check is not None]):
-            # An example has several rows if a layer before has merged the first axes.
+            # An example has several rows if a previous layer has merged the first axes.
             values = math.prod(sizes) // self.examples
         blocks = -(-values // _BLOCK)
         if self.jit_compile:
@@ -296,7 +298,7 @@ def _call(layer: keras.Layer, key: Key, rows: _Rows) -> Callable[..., tf.Tensor]
 def _formula(
     layer: keras.Layer,
 ) -> Callable[[keras.Layer, tf.Tensor, Draw], tf.Tensor] | None:
-    """Return the function that computes a layer's outputs from its inputs and draws.
+    """Return the function that computes a layer's outputs from inputs and noise.
 
     Return None if the layer draws nothing, or if its `call` is not Keras' own.
     """

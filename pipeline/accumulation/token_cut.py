@@ -1,7 +1,7 @@
 """Cuts an effective batch of sequences by tokens, so that little padding is computed.
 
 The examples are sorted by length, the longest first. Then they are cut into as few
-micro-batches as the limit allows, and among these cuts into one with the least padding:
+micro-batches as the limit allows. Among these cuts, the one with least padding is used:
 
     lengths   9 8 8 | 5 4 4 4 3 | 2 2 1 1 1 1        at most 27 tokens
     computed  3 × 9 | 5 × 5     | 6 × 2              64 positions for 53 tokens
@@ -26,7 +26,7 @@ from .batch import ABSENT, DealtBatch, Nest, Share, examples_in, parts_of
 from .padding import padded_length, sequences_in
 
 # More than the positions of any effective batch: in the sums below, one micro-batch
-# less is worth any padding.
+# fewer is worth any padding.
 _MICRO_BATCH = 2**40
 
 # Each length is compiled by itself, which takes seconds to minutes.
@@ -53,7 +53,7 @@ class TokenLimit:
 
 
 class CutCounts(NamedTuple):
-    """The counts of a cut by tokens, summed over all replicas; scalars except `compiled`.
+    """The counts of a cut by tokens, over all replicas; scalars except `compiled`.
 
     Attributes:
         micro_batches: number of micro-batches.
@@ -112,14 +112,14 @@ def micro_batch_limit(
     Raises:
         ValueError: an argument is not a positive integer, neither the size nor the
             tokens are given, `xla_lengths` do not increase or are not multiples of
-            `pad_multiple`, or one of these two has no effect.
+            `pad_multiple`, or `xla_lengths` or `pad_multiple` has no effect.
     """
     if not isinstance(xla_lengths, Sequence | np.ndarray):
         rule = "xla_lengths must be a sequence of whole numbers, () for none"
         raise ValueError(f"{rule}. Received: {xla_lengths!r}")
     if micro_batch_tokens is None:
         if micro_batch_size is None:
-            rule = "there must be a micro_batch_size or micro_batch_tokens"
+            rule = "micro_batch_size or micro_batch_tokens must be given"
             raise ValueError(f"{rule}. Received: neither")
         if pad_multiple != 1:
             rule = "pad_multiple must be 1 without micro_batch_tokens"
@@ -162,10 +162,10 @@ def check_lengths_for_xla(limit: TokenLimit, jit_compile: bool | str) -> None:
     if jit_compile is True and not limit.xla_lengths:
         rule = 'jit_compile must be False or "auto" with micro_batch_tokens'
         reason = (
-            "XLA would compile once for each length, unless xla_lengths are given, such "
-            "as choose_xla_lengths(x.row_lengths().numpy())"
+            "because XLA would compile once for each length, unless xla_lengths are "
+            "given, such as choose_xla_lengths(x.row_lengths().numpy())"
         )
-        raise ValueError(f"{rule}: {reason}. Received: True")
+        raise ValueError(f"{rule}, {reason}. Received: True")
 
 
 def check_positive(name: str, value: Any) -> None:
@@ -198,11 +198,12 @@ def cut_by_tokens(x: Nest, limit: TokenLimit) -> TokenCut:
 
 
 def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
-    """Return the batch with shares of about as many tokens for each of the replicas.
+    """Return the batch divided into shares with about equal numbers of tokens.
 
-    The examples are sorted by length, as for a cut. Each share consists of examples
-    that follow each other in this order, so that little padding is computed. With one
-    replica, and for the share of one of several processes, the batch is returned.
+    The examples are sorted by length, as for a cut. Each replica's share consists of
+    examples that follow each other in this order, so that little padding is computed.
+    With one replica, and for the share of one of several processes, the batch is
+    returned unchanged.
     """
     if replicas == 1 or isinstance(batch, Share):
         return batch
@@ -211,8 +212,8 @@ def dealt(batch: Nest | Share, replicas: int, pad_multiple: int) -> Nest:
         costs = tf.reduce_sum(costs_of(parts[0], pad_multiple), axis=1)
         order = tf.argsort(costs, direction="DESCENDING", stable=True)
         costs = tf.gather(costs, order)
-        # An example is of the share in which the middle of its tokens lies: all numbers
-        # are doubled, so that this is an integer.
+        # An example belongs to the share in which the middle of its tokens lies. All
+        # numbers are doubled, so that the middle is an integer.
         ends = tf.cumsum(costs)
         middles = 2 * ends - costs
         shares = middles * replicas // tf.maximum(2 * tf.reduce_sum(costs), 1)
@@ -290,7 +291,7 @@ def _best_cuts(costs: tf.Tensor, limit: TokenLimit) -> _BestCuts:
 
 
 def _ends(starts: tf.Tensor, examples: tf.Tensor) -> tf.Tensor:
-    """Return the ends of the micro-batches of the best cut, from its last one back."""
+    """Return the ends of the best cut's micro-batches, found from the last one back."""
 
     def body(end: tf.Tensor, ends: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         return starts[end - 1], tf.concat([[end], ends], 0)

@@ -7,8 +7,8 @@ each micro-batch begins with the longest examples that remain and is full:
     lengths   9 8 | 8 5 4 | 4 4 3 2 2 1 | 1 1 1
     computed  2×9 | 3 × 8 | 6 × 4       | 3×1        69 positions for 53 tokens
 
-XLA compiles the full micro-batches of the given lengths. It does not compile those of
-longer examples, which come first, and the last micro-batch, unless it is full.
+XLA compiles the full micro-batches of the given lengths. It compiles neither those of
+longer examples, which come first, nor a last micro-batch that is not full.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def _rounded_lengths(parts: Nest, limit: TokenLimit) -> tf.Tensor:
 def _order(lengths: tf.Tensor, costs: tf.Tensor) -> tf.Tensor:
     """Return the order of the examples: by rounded length, then by cost, descending.
 
-    By the cost, the examples of the last micro-batch, which is padded to the longest of
-    them, are the shortest ones. (examples,) of int32.
+    Sorting by cost puts the shortest examples into the last micro-batch, which is
+    padded to the longest of its own. (examples,) of int32.
     """
     by_cost = tf.argsort(costs, direction="DESCENDING", stable=True)
     lengths = tf.gather(lengths, by_cost)
@@ -124,7 +124,7 @@ def _order(lengths: tf.Tensor, costs: tf.Tensor) -> tf.Tensor:
 
 
 def _full_sizes(lengths: tf.Tensor, sequences: int, limit: TokenLimit) -> tf.Tensor:
-    """Return how many examples a full micro-batch has that starts with each example.
+    """Return, for each example, the size of a full micro-batch that starts with it.
 
     Args:
         lengths: the rounded lengths of the examples.

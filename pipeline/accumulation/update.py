@@ -77,16 +77,17 @@ class Update:
         micro_batch_size: examples per forward and backward pass on one replica. With
             `micro_batch_tokens`, the maximum number of examples, or None.
         micro_batch_tokens: maximum number of positions per pass, in place of a number
-            of examples, for ragged inputs; see `accumulate_gradients`. Each replica
-            gets a share of about as many tokens, and cuts it. The gradient noise is
-            then not measured: sorted micro-batches are not random samples.
+            of examples, for ragged inputs; see `accumulate_gradients`. The replicas get
+            shares with about equal numbers of tokens, and each cuts its own. The
+            gradient noise is then not measured, because sorted micro-batches are not
+            random samples.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles the
-            passes, in increasing order; see `choose_xla_lengths`. If it compiles, each
+            passes, in increasing order; see `choose_xla_lengths`. A compiled
             micro-batch is padded to one of them, and has as many examples as the limit
-            allows at this length. A smaller last micro-batch, and examples that are
-            longer, are not compiled. Without lengths, XLA compiles nothing, and
+            allows at this length. XLA does not compile a smaller last micro-batch, nor
+            those of longer examples. Without lengths, XLA compiles nothing, and
             `jit_compile` must not be True.
         strategy: the strategy in whose scope the model was built; the current one by
             default.
@@ -112,10 +113,10 @@ class Update:
             and the optimizer's step as a single program, under the same conditions. It
             is for small models, whose time goes into starting operations. It is used
             for effective batches of at most 64 MiB, all of whose micro-batches are
-            full; the others are computed as with "apply". Each further size of an
-            effective batch is compiled again. An update that runs out of memory in this
-            program cannot be retried. The attribute `update_compiled` holds the
-            decision.
+            full; the others are computed as with "apply". The program is compiled again
+            for each further size of an effective batch. An update that runs out of
+            memory in this program cannot be retried. The attribute `update_compiled`
+            holds the decision.
         fused_attention: whether compiled passes compute attention with cuDNN where this
             is possible; see `attention_fused`. This needs an NVIDIA GPU of the Hopper
             generation, and is not deterministic. It has no effect in a cut by tokens.
@@ -155,7 +156,7 @@ class Update:
         self.objective = Objective.from_loss(objective, loss_over)
         if self.objective.over_batch and noise_every:
             rule = (
-                "noise_every must be 0 where loss_over is effective_batch: "
+                "noise_every must be 0 if loss_over is effective_batch, because "
                 "no example has a gradient of its own"
             )
             raise ValueError(f"{rule}. Received: {noise_every}")
@@ -228,10 +229,10 @@ class Update:
             clipping. With `noise_every`, also `gradient_variance`, an estimate of
             tr(Σ) per example, and `gradient_square`, an estimate of the squared norm of
             the true gradient. Both are NaN in an update without a measurement, and with
-            a single micro-batch. With `micro_batch_tokens`, these two are absent, and
-            there are, over all replicas: `micro_steps`, the number of micro-batches;
-            `tokens`, the positions in ragged inputs that are no padding; and
-            `positions`, those that are computed.
+            a single micro-batch. With `micro_batch_tokens`, these two are absent.
+            Instead, there are the sums over all replicas of `micro_steps`, the number
+            of micro-batches; `tokens`, the positions in ragged inputs that are not
+            padding; and `positions`, those that are computed.
 
         Raises:
             ValueError: the call is in a strategy's scope, no variable has a gradient,
@@ -475,8 +476,8 @@ class Update:
         present = [gradient for gradient in gradients if gradient is not None]
         if not present:
             raise ValueError(
-                f"no gradient reaches any trainable variable of {self.model.name!r}: the "
-                "loss depends on none of them"
+                f"no gradient reaches any trainable variable of {self.model.name!r}: "
+                "the loss depends on none of them"
             )
         # Keras' LoRA has variables in float32 whatever the precision of their layer.
         widest = max((gradient.dtype for gradient in present), key=_bytes_of)
@@ -497,7 +498,7 @@ class Update:
                 raise ValueError(f"{rule}. Received: {replicas} replicas")
             if self.jit_compile is True:
                 rule = "jit_compile must be False or auto for Batches"
-                raise ValueError(f"{rule}: their sizes vary. Received: True")
+                raise ValueError(f"{rule}, because their sizes vary. Received: True")
         by_tokens = self.token_limit is not None
         if self.same_noise is True:
             forward = trace_forward(self.model, x, True, by_tokens)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from .token_cut import MOST_XLA_LENGTHS, check_positive
 
-# At most this many different lengths are told apart: the search tries all pairs.
+# At most this many lengths are distinguished, because the search tries all pairs.
 _MOST_DISTINCT = 1024
 
 
@@ -21,12 +21,12 @@ def choose_xla_lengths(
 
     They are the lengths for `xla_lengths` of an `Update`, whose examples are padded to
     the nearest one that is not below their own length. The largest is at least the
-    longest of `lengths`. If this is more than 1,024 multiples, `multiple` is replaced
-    by the smallest of its own multiples for which it is not.
+    longest of `lengths`. If that is more than 1,024 times `multiple`, the smallest
+    multiple of `multiple` for which it is not is used instead.
 
     Args:
         lengths: the lengths of the examples, or of a sample of them; or the examples as
-            a ragged tensor. If examples have several sequences, the length of the
+            a ragged tensor. If examples have several sequences, give the length of the
             longest.
         count: maximum number of lengths, at most 32. XLA compiles once for each.
         multiple: each length is a multiple of it, such as `pad_multiple`.
@@ -73,7 +73,7 @@ def _whole_numbers(lengths: Any) -> np.ndarray:
 def _least_padding(
     distinct: np.ndarray, examples: np.ndarray, count: int
 ) -> np.ndarray:
-    """Return the `count` of the distinct lengths with the fewest positions in total.
+    """Return those `count` distinct lengths that need the fewest positions in total.
 
     If the last of them is `distinct[i]`, and the one before it is `distinct[j]`, the
     examples of the lengths after j are padded to `distinct[i]`. All pairs of i and j

@@ -162,7 +162,7 @@ def test_what_it_cannot_be_made_of():
         AccumulatingOptimizer(sgd, 2),
         keras.optimizers.SGD(gradient_accumulation_steps=2),
     ):
-        with pytest.raises(ValueError, match="inner must not accumulate itself"):
+        with pytest.raises(ValueError, match="inner must not accumulate gradients"):
             AccumulatingOptimizer(inner, 2)
 
     one = keras.Variable(np.zeros(2))
@@ -171,6 +171,6 @@ def test_what_it_cannot_be_made_of():
     accumulating.build([one])
     with pytest.raises(
         ValueError,
-        match="trainable_variables must be the 1 that the optimizer was built for",
+        match="trainable_variables must be those that the optimizer was built for",
     ):
         accumulating.apply([tf.zeros(2)], [other])

@@ -61,7 +61,7 @@ def fitted(
 
 UNEQUAL = {
     "an output has a mask": {"masked": True},
-    "a loss divides by sample weights": {
+    "a loss divides by a sum of sample weights": {
         "weighted": True,
         "reduction": "mean_with_sample_weight",
     },
@@ -73,7 +73,7 @@ UNEQUAL = {
 def test_weights_that_may_differ_are_named_once(float64, reason):
     options = UNEQUAL[reason]
     optimizer = accumulating()
-    pattern = f"gives all batches of fit the same weight, but {reason}.*AccumulatingModel's are"
+    pattern = f"gives all batches of fit the same weight, but {reason}.*Model do not"
     with pytest.warns(UserWarning, match=pattern) as warned:
         found = fitted(optimizer, BATCH, **options)
     assert len(warned) == 1

@@ -196,10 +196,10 @@ CONDITIONS = {
         replaced(key_shape=(EXAMPLES, 7, 3, 16)),
         replaced(shape=(EXAMPLES, 6, 4, 16), key_shape=(EXAMPLES, 6, 2, 16)),
     ],
-    "its heads are 12 wide, which must be at most 128 and a multiple of 8": [
+    "its heads are 12 wide, but the width must be at most 128 and a multiple of 8": [
         replaced(shape=(EXAMPLES, 6, 3, 12))
     ],
-    "its heads are 136 wide, which must be at most 128 and a multiple of 8": [
+    "its heads are 136 wide, but the width must be at most 128 and a multiple of 8": [
         replaced(shape=(EXAMPLES, 6, 3, 136))
     ],
 }

@@ -182,9 +182,9 @@ def test_sums_are_float32(precision, policy):
         ({"batch": (np.ones((3, 1)), None, np.ones(3))}, "there must be labels for"),
         (
             {"batch": lambda: (tf.sparse.from_dense(np.eye(3)), np.ones((3, 1)))},
-            "must be of dense or ragged tensors",
+            "must consist of dense or ragged tensors",
         ),
-        ({"model": None}, "without a model there must be variables"),
+        ({"model": None}, "without a model, variables must be given"),
         (
             {"model": None, "loss": mean_of, "variables": [], "loss_weights": 2.0},
             "loss_weights must be left out without a model. Received: 2.0",

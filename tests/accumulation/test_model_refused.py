@@ -78,7 +78,7 @@ NOT_CALLED = "which is not called here"
         (dense, 0, INTEGER + "0"),
         (dense, True, INTEGER + "True"),
         (dense, 2.5, INTEGER + "2.5"),
-        (dense, None, "there must be a micro_batch_size or micro_batch_tokens"),
+        (dense, None, "micro_batch_size or micro_batch_tokens must be given"),
         (lambda: layers.Dense(3), 4, "inner must be a keras.Model. Received: Dense"),
         (
             lambda: OwnStep([layers.Dense(3)]),
@@ -105,8 +105,8 @@ NOT_CALLED = "which is not called here"
         (
             stateful,
             4,
-            "inner must have no stateful RNN: its states are those of the examples "
-            "of one batch. Received: lstm",
+            "inner must have no stateful RNN, because its states are those of the "
+            "examples of one batch. Received: lstm",
         ),
     ],
 )
@@ -207,22 +207,22 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
     [
         (
             lambda: {"run_eagerly": True},
-            "run_eagerly must be False: micro-steps are traced",
+            "run_eagerly must be False, because micro-steps are traced",
         ),
         (
             lambda: {"optimizer": keras.optimizers.SGD(gradient_accumulation_steps=2)},
-            "the optimizer must not accumulate a second time",
+            "the optimizer must not accumulate gradients itself",
         ),
         (
             lambda: {"optimizer": AccumulatingOptimizer(keras.optimizers.SGD(), 2)},
-            "the optimizer must not accumulate a second time",
+            "the optimizer must not accumulate gradients itself",
         ),
         (dict, "No loss to compute"),
         (
             lambda: {"loss": [cross_entropy(), cross_entropy()]},
-            "loss must have one entry per output",
+            "loss must have only one entry per output",
         ),
-        (lambda: {"loss": Reduced()}, "loss must compute in `call`"),
+        (lambda: {"loss": Reduced()}, "loss must compute one value per example"),
         (
             lambda: {"loss": cross_entropy(reduction="none")},
             "The loss must have a reduction",

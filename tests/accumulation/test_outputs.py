@@ -449,7 +449,7 @@ def one_metric():
         ),
         (
             {"metrics": one_metric},
-            "metrics must be given by the name of an output, one of kind, size",
+            "metrics must be given by output name, one of kind, size",
         ),
         (
             {"metrics": lambda: {"siez": one_metric()}},

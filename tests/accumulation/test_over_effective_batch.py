@@ -409,16 +409,16 @@ REFUSED = {
     ),
     "circle of micro-batches": Refused(
         lambda: updated(embedding(), losses.Circle(), loss_over="example"),
-        "loss_over must be effective_batch for a loss of several examples at once, "
+        "loss_over must be effective_batch for a loss that compares several examples, "
         "circle. Received: 'example'",
     ),
     "marked": Refused(
         lambda: updated(one_tower(), Marked(), loss_over=None),
-        "loss_over must be effective_batch for a loss of several examples at once",
+        "loss_over must be effective_batch for a loss that compares several examples",
     ),
     "measured noise": Refused(
         lambda: updated(embedding(), noise_every=2),
-        "noise_every must be 0 where loss_over is effective_batch",
+        "noise_every must be 0 if loss_over is effective_batch",
     ),
     "weighted scalar": Refused(
         lambda: updated(frozen(), batch=batch_of(6, "weighted")),

@@ -710,7 +710,7 @@ def rejected_calls():
             model, case.loss, (x, tags, weights)
         ),
         "jit_compile must be": lambda: update(micro_batch_tokens=8, jit_compile=True),
-        "there must be a micro_batch_size or": lambda: update(),
+        "micro_batch_size or micro_batch_tokens must be given": lambda: update(),
         "pad_multiple must be 1 without": lambda: update(
             micro_batch_size=2, pad_multiple=8
         ),
@@ -742,7 +742,7 @@ def test_ragged_weights_of_other_lengths_than_their_labels_are_no_weights(float6
     # As many weights, but two examples have exchanged theirs.
     lengths = [LENGTHS[1], LENGTHS[0], *LENGTHS[2:]]
     others = tf.RaggedTensor.from_row_lengths(weights.flat_values, lengths)
-    rule = "ragged sample weights must be as many as their labels have positions"
+    rule = "ragged sample weights must be one per position of their labels"
     with pytest.raises(tf.errors.InvalidArgumentError, match=rule):
         accumulate(build(case), case.loss, (x, tags, others))
 

@@ -107,7 +107,7 @@ def test_a_mode_of_an_update_is_one_of_its_choices(name, value):
     ("devices", "jit_compile", "message"),
     [
         (2, False, "the strategy must have one replica for Batches. Received: 2"),
-        (1, True, "jit_compile must be False or auto for Batches: .* Received: True"),
+        (1, True, "jit_compile must be False or auto for Batches, .* Received: True"),
     ],
 )
 def test_batches_that_an_update_cannot_cut_are_refused(devices, jit_compile, message):

@@ -234,7 +234,7 @@ def synchronized() -> keras.Model:
         ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
         (
             {"_target_": f"{__name__}.synchronized"},
-            "model must have no BatchNormalization(synchronized=True): Tensor",
+            "model must have no BatchNormalization(synchronized=True), because Tensor",
         ),
     ],
 )
