@@ -68,7 +68,7 @@ class Certificate:
     comparisons: list[Comparison]
     fault: str  # the cause of the difference; empty if the updates are equal
     quiet: list[str]  # layers whose noise was disabled
-    left_out: list[str]  # keys of metrics left out, as they do not run in float64
+    left_out: list[str]  # keys of metrics that do not run in float64
 
     @property
     def verdict(self) -> str:
@@ -135,16 +135,16 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _check(spec: RunSpec) -> None:
     if spec.searches:
-        rule = "must be a number: verify checks a given cut, in float64"
+        rule = "must be a number, because verify checks a given cut, in float64"
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, rule, size)
     if spec.times_xla:
-        rule = "must be true, false or auto: verify does not time anything"
+        rule = "must be true, false or auto, because verify does not time anything"
         raise ConfigError(XLA, rule, spec.config.hardware.xla)
     if spec.dataset.get("batched"):
         rule = (
-            "must be false for verify: the whole batch for the comparison would have "
-            "to join the loader's batches"
+            "must be false for verify, because the comparison would have to join the "
+            "loader's batches into one"
         )
         raise ConfigError(sizes.BATCHED, rule, True)
 

@@ -326,7 +326,7 @@ def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
 
 
 def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Compute loss and gradients by the kernel with micro-batches of one example."""
+    """Compute loss and gradients with the kernel, in micro-batches of one example."""
     limits: dict[str, Any] = {"micro_batch_size": 1}
     if update.token_limit is not None:
         limits["micro_batch_tokens"] = update.token_limit.tokens

@@ -72,7 +72,7 @@ class _Observation:
 def without_noise(
     model: keras.Model, excluded: Collection[keras.Layer] = ()
 ) -> Iterator[list[str]]:
-    """Disable the noise of Keras layers in the `with` block, except `excluded` layers.
+    """Disable the noise of Keras layers, except `excluded` ones, in the `with` block.
 
     Yield the names of the layers whose noise is disabled.
     """
@@ -377,5 +377,5 @@ def _reason(layer: keras.Layer) -> str:
     if _draws(layer):
         return "it draws its own noise for every micro-batch"
     if isinstance(layer, keras.layers.BatchNormalization):
-        return "it normalises by the mean and the variance of the micro-batch"
+        return "it normalizes with the mean and the variance of the micro-batch"
     return _OUTPUT_DEPENDS

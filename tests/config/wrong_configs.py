@@ -104,8 +104,8 @@ CONFIG = {
         "Received: true."
     ),
     "verify hardware.xla=fastest": (
-        "hardware.xla must be true, false or auto: verify does not time anything. "
-        "Received: 'fastest'."
+        "hardware.xla must be true, false or auto, because verify does not time "
+        "anything. Received: 'fastest'."
     ),
     "train hardware.fused_attention=fast": (
         "hardware.fused_attention must be true, false or auto. Received: 'fast'."
@@ -326,8 +326,8 @@ CONFIG = {
         "hardware.memory must be a size such as 8GiB, or null. Received: 'much'."
     ),
     "verify accumulation.micro_batch_size=auto": (
-        "accumulation.micro_batch_size must be a number: verify checks a given cut, in "
-        "float64. Received: 'auto'."
+        "accumulation.micro_batch_size must be a number, because verify checks a given "
+        "cut, in float64. Received: 'auto'."
     ),
     "train hardware.gpu_memory=half": (
         "hardware.gpu_memory must be a size such as 8GiB, or null. Received: 'half'."

@@ -189,7 +189,7 @@ BREAKING = {
     "centred": (own(centred), f"own (Own): {OTHERS}"),
     "batch normalisation": (
         lambda: layers.BatchNormalization(name="normal"),
-        "normal (BatchNormalization): it normalises by",
+        "normal (BatchNormalization): it normalizes with",
     ),
     "spectral normalisation": (
         lambda: layers.SpectralNormalization(layers.Dense(4, name="inside")),

@@ -94,7 +94,7 @@ class Shared(keras.losses.Loss):
         (
             lambda: layers.BatchNormalization(name="normal"),
             None,
-            "normal (BatchNormalization): it normalises by",
+            "normal (BatchNormalization): it normalizes with",
         ),
         (
             lambda: Powered(name="powered"),
