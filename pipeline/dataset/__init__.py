@@ -41,7 +41,7 @@ _MODULES_OF_NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name at its first use: importing TensorFlow takes seconds."""
+    """Import a public name at its first use, as importing TensorFlow takes seconds."""
     if name not in _MODULES_OF_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_MODULES_OF_NAMES[name]}")

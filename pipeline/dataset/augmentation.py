@@ -4,7 +4,7 @@ The seed of an example depends only on the seed of the run, the epoch and the nu
 the example, so the batch size does not change an augmented example. The number is the
 position of the example before the shuffling in memory or in a buffer, so this shuffling
 does not change it, either. With `dataset.shuffle_files`, the number of an example is
-different in each epoch, as its position depends on the order of the files.
+different in each epoch, because its position depends on the order of the files.
 """
 
 from collections.abc import Callable

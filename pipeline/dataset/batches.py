@@ -207,7 +207,7 @@ def evaluation_batches(
 def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
     """Return the first `count` examples of a split as a batch.
 
-    With a loader, the batch may be smaller: it comes from the loader's first batch.
+    With a loader, the batch may be smaller, because it is cut from its first batch.
     """
     if name not in data.loaders:
         return next(iter(in_order(data.splits[name], count, pad)))
@@ -217,14 +217,15 @@ def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning if the first shuffle buffer has examples of only one class.
 
-    Otherwise, return "", as for data in memory, without class labels or from loaders.
+    Otherwise, return "". The result is also "" for data in memory, without class labels
+    or from loaders.
     """
     if node.get("in_memory", True) or data.loaders or not _has_class_labels(data):
         return ""
     keys = _keys_of_train(node, data)
 
     # Read the keys within a function that tf.data traces, as in training: elsewhere,
-    # TensorFlow's seed would be that of the process, and the order another one.
+    # TensorFlow's seed would be that of the process, and the order would differ.
     @tf.autograph.experimental.do_not_convert
     def keys_of_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         return keys.by_seed(_seed_of_order(epoch_seed(seed, epoch)))
@@ -238,10 +239,10 @@ def one_class(node: DictConfig, data: Data, seed: int) -> str:
     first = next(labels)
     if count < 2 or any(label != first for label in labels):
         return ""
-    how = "a larger dataset.shuffle_buffer, or files in which they are mixed"
+    remedy = "use a larger dataset.shuffle_buffer, or files with mixed classes"
     return (
         f"the first {count} examples that are streamed are all of class {first}: "
-        f"classes are mixed by {how}"
+        f"to mix the classes, {remedy}"
     )
 
 

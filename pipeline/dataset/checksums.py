@@ -117,7 +117,7 @@ class DataFiles:
         changed = self._changed(self.reread)
         if changed:
             raise DataError(
-                f"{changed[0]} has changed since the run began: not all of the run "
+                f"{changed[0]} has changed since the run began, so not all of the run "
                 "used the same data"
             )
 
@@ -178,7 +178,7 @@ class DataFiles:
     def _looks_unchanged(self, path: Path) -> bool:
         """Return whether a file has the size and the modification time that it had.
 
-        A file whose state could not be read at first is taken for unchanged.
+        A file whose state could not be read at first counts as unchanged.
         """
         before = self._states.get(path)
         return before is None or _file_state(path).looks_like(before)

@@ -61,9 +61,9 @@ def cutter(
         split: the name of the split, for errors.
 
     Raises:
-        ConfigError: a part does not exist or is no dense sequence, two lengths apply to
-            it, a length is not one integer an example, or labels would be cut without
-            the sample weights of their positions, or the reverse.
+        ConfigError: a part does not exist or is not a dense sequence, two lengths apply
+            to it, a length is not one integer per example, or labels would be cut
+            without the sample weights of their positions, or the reverse.
     """
     names = elements.part_names(spec)
     specs = dict(zip(names, tf.nest.flatten(spec), strict=True))
@@ -127,7 +127,7 @@ def _length(entry: DictConfig, key: str, form: _Form) -> Callable[..., Any]:
 
 
 def _check_length(spec: Any, key: str, received: str) -> None:
-    """Reject a length that is not one integer an example.
+    """Reject a length that is not one integer per example.
 
     Args:
         spec: the spec of the length, or the traced length.
@@ -137,12 +137,12 @@ def _check_length(spec: Any, key: str, received: str) -> None:
     is_tensor = isinstance(spec, tf.TensorSpec) or tf.is_tensor(spec)
     if is_tensor and spec.dtype.is_integer and spec.shape.rank == 0:
         return
-    rule = f"must be one integer an example, not {spec}"
+    rule = f"must be one integer per example, not {spec}"
     raise ConfigError(key, rule, received)
 
 
 def _indices(entry: DictConfig, key: str, form: _Form) -> dict[str, int]:
-    """Return the indices of the parts of an entry in an example, by their names."""
+    """Return the parts that an entry lists: by name, the index in an example."""
     key = f"{key}.parts"
     names = list(form.specs)
     indices = {}
@@ -191,7 +191,7 @@ def _positions(spec: Any) -> int | None:
 def _without_padding(value: tf.Tensor, length: tf.Tensor, name: str) -> tf.Tensor:
     """Return the first `length` positions of a part.
 
-    Evaluating it raises an error if there are fewer, or if others are not zero.
+    Evaluating them raises an error if there are fewer, or if any other is not zero.
     """
     size = tf.shape(value, tf.int64)[0]
     in_range = tf.debugging.Assert(

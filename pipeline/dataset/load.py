@@ -77,7 +77,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 def __getattr__(name: str) -> Any:
     """Return a dataset that was once defined here: a config may name it by this module.
 
-    Importing it here only when it is used saves the import of TFDS, which takes seconds.
+    Importing it only when it is used saves the import of TFDS, which takes seconds.
     """
     if name not in ("digits", "topics"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -160,8 +160,8 @@ def _same_dataset(
     target = instantiate.locate(node, "dataset")
     if not has_argument and not instantiate.accepted(target, again, **offer):
         rule = (
-            f"names a split, but {node._target_} has no argument validation_split: "
-            "it must be the node of a dataset, with a _target_"
+            f"must be the node of a dataset, with a _target_: {node._target_} cannot "
+            "load a split by its name, as it has no argument validation_split"
         )
         raise ConfigError(key, rule, validation_set.split)
     # The gate checks the split at its own key, that of the set.
@@ -169,7 +169,7 @@ def _same_dataset(
 
 
 def _key_of_set(key: str, validation_set: ValidationSet) -> str:
-    """Return the key at which the user wrote what an error of a dataset names.
+    """Return the key in the user's config that an error of a dataset is about.
 
     Args:
         key: the key in the error, as if the set were the dataset itself.
@@ -183,7 +183,7 @@ def _key_of_set(key: str, validation_set: ValidationSet) -> str:
 
 
 def _check_classes(data: Data, source: Data, key: str) -> None:
-    """Reject a set with more classes than the dataset, whose labels have no output.
+    """Reject a set with more classes than the dataset, and so than the model's output.
 
     Args:
         data: the dataset.
@@ -196,7 +196,7 @@ def _check_classes(data: Data, source: Data, key: str) -> None:
 
 
 def _build(node: DictConfig, key: str, prepare: bool, **more: Any) -> Any:
-    """Call the target of a node at `key`, that of a dataset; return its result.
+    """Call the target of a dataset's node, which is at `key`; return its result.
 
     `more` are further arguments of the target.
     """
@@ -347,7 +347,7 @@ def _check_features(
 ) -> None:
     """Raise a `ConfigError` if a feature is missing, or `resize` is necessary and None.
 
-    It is necessary if the images differ in size.
+    `resize` is necessary if the images differ in size.
     """
     features = dict(builder.info.features or {})
     for key, value in (("input_key", input_key), ("label_key", label_key)):
@@ -356,8 +356,8 @@ def _check_features(
             raise ConfigError(f"dataset.{key}", rule, value, features)
     shape = features[input_key].shape
     if resize is None and len(shape) == 3 and None in shape:
-        rule = f"must be [height, width]: the images of {builder.name} differ in size"
-        raise ConfigError("dataset.resize", rule)
+        reason = f"because the images of {builder.name} differ in size"
+        raise ConfigError("dataset.resize", f"must be [height, width], {reason}")
 
 
 def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
@@ -390,8 +390,8 @@ def _normalized(node: DictConfig, data: Data) -> Data:
     """Return the data with the examples of each split in one form.
 
     `dataset.lengths` cuts off padding. Images of unknown size get a fixed size, if they
-    have one, unless `dataset.pad` pads them. With it, evaluating an example raises an
-    error if its sample weights are not as many as its labels have positions.
+    have one, unless `dataset.pad` pads them. With `dataset.pad`, evaluating an example
+    raises an error if its sample weights do not fit the positions of its labels.
 
     Args:
         node: the `dataset` group.

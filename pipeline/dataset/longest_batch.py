@@ -57,7 +57,7 @@ def _longest(
         return None
     if not spec.dataset.get("in_memory", True):
         rule = (
-            "must be a number where examples of unequal length are streamed, as the "
+            "must be a number if examples of unequal length are streamed, because the "
             "longest one is not known in advance"
         )
         raise ConfigError(MICRO, rule, spec.config.accumulation.micro_batch_size)

@@ -52,7 +52,7 @@ def padder(pad: Mapping[str, Any], spec: tuple) -> Callable[..., tuple]:
 def value_checker(pad: Mapping[str, Any]) -> Callable[..., tuple]:
     """Return a function that leaves a batch ragged, to be padded after it is cut.
 
-    As `padder`, it rejects inputs that contain `pad.value`.
+    Like the function of `padder`, it rejects inputs that contain `pad.value`.
     """
     value = pad["value"]
 

@@ -324,7 +324,7 @@ def _concatenated(spec: tf.TensorSpec, *leaves: tf.Tensor) -> Any:
 def digest(nest: Any, previous: int = 0) -> int:
     """Return a CRC-32 of the content of tensors, starting from the CRC `previous`.
 
-    Shapes and dtypes are left out: checkpoints have this number, and those of earlier
+    Shapes and dtypes are left out, so that the numbers in checkpoints of earlier
     versions stay valid.
     """
     checksum = previous

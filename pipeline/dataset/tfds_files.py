@@ -95,7 +95,7 @@ def find_builder(name: str | None, builder: str | None, data_dir: str | None) ->
         data_dir: folder of TFDS datasets, or None for the default of TFDS.
 
     Raises:
-        ConfigError: there is no such dataset, or the builder is not trusted or no
+        ConfigError: there is no such dataset, or the builder is not trusted or not a
             builder of TFDS.
     """
     if builder is not None:
@@ -121,7 +121,7 @@ def _own_builder(builder: str, data_dir: str | None) -> Any:
 
 
 def may_download(download: bool) -> bool:
-    """Return whether TFDS may download: the config and the gate, if any, allow it."""
+    """Return whether both the config and the gate, if any, allow TFDS to download."""
     return download and (gate.in_force is None or gate.in_force.downloads)
 
 

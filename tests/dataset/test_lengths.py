@@ -213,12 +213,12 @@ REJECTED = [
     ),
     (
         {"length": "x.tokens", "parts": ["x.tokens"]},
-        "dataset.lengths.length must be one integer an example, not "
+        "dataset.lengths.length must be one integer per example, not "
         "TensorSpec(shape=(9,), dtype=tf.int32, name=None). Received: 'x.tokens'.",
     ),
     (
         {"length": {"_target_": f"{HERE}.two", "_partial_": True}, "parts": ["y.next"]},
-        "dataset.lengths.length must be one integer an example, not ",
+        "dataset.lengths.length must be one integer per example, not ",
     ),
     (
         {

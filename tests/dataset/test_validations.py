@@ -172,9 +172,9 @@ def test_splits_of_tfds_are_stored_records_with_their_files():
                 "_target_": "pipeline.dataset.diabetes",
                 "validations": {"late": "test"},
             },
-            "dataset.validations.late names a split, but pipeline.dataset.diabetes has "
-            "no argument validation_split: it must be the node of a dataset, with a "
-            "_target_. Received: 'test'.",
+            "dataset.validations.late must be the node of a dataset, with a _target_: "
+            "pipeline.dataset.diabetes cannot load a split by its name, as it has no "
+            "argument validation_split. Received: 'test'.",
         ),
         (
             {

@@ -541,8 +541,8 @@ RUN = ("train", *OWN, SIZE, AUTO, "hydra.run.dir=run")
 REFUSED = {
     "hardware.memory must be enough for a micro-batch of one example, "
     "which does not fit (": ("hardware.memory=300MB",),
-    "accumulation.micro_batch_size must be a number where examples of unequal length "
-    "are streamed, as the longest": (
+    "accumulation.micro_batch_size must be a number if examples of unequal length "
+    "are streamed, because the longest": (
         "dataset._target_=limited.uneven",
         "dataset.in_memory=false",
         "+dataset.pad={multiple: 1, value: 0}",

@@ -88,7 +88,7 @@ class Format(NamedTuple):
     """How texts are stored.
 
     Attributes:
-        sample_by: what is one text of a file, one of `sources.SAMPLES`.
+        sample_by: what counts as one text of a file, one of `sources.SAMPLES`.
         text_key: the field of a `.jsonl` file, or the feature of a TFDS dataset.
     """
 
@@ -205,7 +205,7 @@ def _matching(patterns: Any, key: str) -> list[Path]:
     """Return the files that a pattern or several of them match, each file once.
 
     Raises:
-        ConfigError: a pattern is no text, or matches no file.
+        ConfigError: a pattern is not a string, or matches no file.
     """
     entries = patterns if isinstance(patterns, list | tuple) else [patterns]
     paths: dict[Path, None] = {}  # an ordered set

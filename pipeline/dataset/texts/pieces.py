@@ -17,8 +17,8 @@ from pipeline.common.errors import ConfigError, count
 from pipeline.dataset.texts.corpus import ALL, TextSplit
 from pipeline.dataset.texts.tokenizer import Tokenizer
 
-# Number of pieces after which a chunk ends. A call of Python, or a record of a file, per
-# piece would take several times as long.
+# Number of pieces after which a chunk ends. With a single piece per call of Python, or
+# per record of a file, reading would take several times as long.
 _PIECES_PER_CHUNK = 256
 _GROUPS_AT_ONCE = 16  # number of groups to interleave if their order is shuffled
 
@@ -216,6 +216,6 @@ def _pieces(tokens: tf.Tensor, lengths: tf.Tensor) -> tf.data.Dataset:
 
 @tf.autograph.experimental.do_not_convert
 def _example(piece: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Return the inputs and the labels of a piece. Token t is t + 1: 0 is padding."""
+    """Return a piece's inputs and labels. Token t becomes t + 1, since 0 is padding."""
     shifted = piece + 1
     return shifted[:-1], shifted[1:]

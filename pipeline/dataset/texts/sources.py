@@ -36,7 +36,7 @@ class Text(NamedTuple):
 
 
 class Group(Protocol):
-    """Texts that are read one after the other, in a fixed order, and can be read again."""
+    """Texts that are read one after the other in a fixed order, any number of times."""
 
     def __iter__(self) -> Iterator[Text]: ...
 
@@ -58,7 +58,8 @@ class FileTexts:
 
     Attributes:
         paths: the files.
-        sample_by: what is one text, one of `SAMPLES`. A paragraph ends at a blank line.
+        sample_by: what counts as a text, one of `SAMPLES`. A paragraph ends at a blank
+            line.
         text_key: the field of a `.jsonl` file that has the text.
         key: the key of the config that names the files, for errors.
     """
@@ -245,7 +246,7 @@ def _json_field(line: str, name: str) -> str | None:
         return None
     try:
         content.encode()
-    except UnicodeEncodeError:  # half of an escaped surrogate pair is no character
+    except UnicodeEncodeError:  # half of an escaped surrogate pair is not a character
         return None
     return content
 

@@ -61,8 +61,9 @@ def text_files(  # noqa: PLR0913  keys of the config
         validation_split: files, as in `files`, or a split of TFDS; or the share of the
             training texts to hold out, above 0 and below 1; or None.
         test_split: the same for the test split.
-        sample_by: what is one text of a file: a `line`, a `paragraph`, which ends at a
-            blank line, or the `document`. A line of a `.jsonl` file has one text.
+        sample_by: what counts as one text of a file: a `line`, a `paragraph`, which
+            ends at a blank line, or the whole `document`. In a `.jsonl` file, each line
+            has one text.
         text_key: the field of `.jsonl` files, or the feature in TFDS, with the text.
         longest: maximum number of tokens of x.
         tokenizer: the node of a tokenizer, or None for the bytes of UTF-8. Its target
@@ -73,7 +74,7 @@ def text_files(  # noqa: PLR0913  keys of the config
 
     Raises:
         ConfigError: an argument is wrong, the texts cannot be read or tokenized, or a
-            split has none.
+            split has no texts to learn from.
     """
     if sample_by not in SAMPLES:
         rule = "must say what counts as one text of a file"

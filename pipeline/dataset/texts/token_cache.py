@@ -44,7 +44,7 @@ _FEATURES = {
 def cached(
     parent: Path, identity: Mapping[str, object], splits: Mapping[str, TokenizedSplit]
 ) -> dict[str, SplitTokens]:
-    """Return the tokens of splits from the cache, which is written first if it is missing.
+    """Return the tokens of splits from the cache; write the cache if it is missing.
 
     Args:
         parent: the folder of all caches.
@@ -175,7 +175,7 @@ def _file(folder: Path, name: str, group: int) -> Path:
 
 
 def _dtype(split: TokenizedSplit) -> tf.DType:
-    """Return the smallest type that has all tokens."""
+    """Return the smallest type that can hold all tokens."""
     if split.tokenizer.vocabulary <= 2**8:
         return tf.uint8
     if split.tokenizer.vocabulary <= 2**16:

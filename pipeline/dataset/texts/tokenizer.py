@@ -148,9 +148,9 @@ def named(node: Any, vocabulary: int | None) -> Tokenizer:
 
 
 def _as_integers(encoded: Any) -> np.ndarray | None:
-    """Return what a tokenizer returned as a vector of integers, or None if it is none.
+    """Return a tokenizer's result as a vector of integers, or None if it is not one.
 
-    An empty list is such a vector.
+    An empty list counts as one.
     """
     if encoded is None:
         return None
@@ -178,7 +178,7 @@ def _vocabulary_of(tokenizer: Any) -> int:
         size = size()
     if size is None:
         rule = (
-            "must be the number of tokens, as the tokenizer has no attribute "
+            "must be the number of tokens, because the tokenizer has no attribute "
             "vocab_size that gives it"
         )
         raise ConfigError("dataset.vocabulary", rule, None)
@@ -197,9 +197,9 @@ def check_vocabulary(size: Any, key: str) -> None:
 def _version_of(tokenizer: Any) -> str:
     """Return the version of a tokenizer for the record.
 
-    It is the attribute `version` or `__version__` of the tokenizer. Without it, it is
-    the version of the package that defines the tokenizer, or else a checksum of the
-    file.
+    This is the attribute `version` or `__version__` of the tokenizer; without one, the
+    version of the package that defines the tokenizer; or else a checksum of the file
+    that does.
 
     Raises:
         ConfigError: none of them exists.
