@@ -451,7 +451,7 @@ def test_variables_that_it_was_not_built_for():
     one = tf.ones(2)
     variables = pair()
     optimizer = AccumulatingOptimizer(sgd(), 2)
-    with pytest.raises(ValueError, match="trainable_variables must be given before"):
+    with pytest.raises(ValueError, match="trainable_variables must be given if"):
         optimizer.apply([one])
     optimizer.build(variables)
     other = keras.Variable(np.ones(2), name="other")

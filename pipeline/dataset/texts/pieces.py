@@ -18,7 +18,7 @@ from pipeline.dataset.texts.corpus import ALL, TextSplit
 from pipeline.dataset.texts.tokenizer import Tokenizer
 
 # Number of pieces after which a chunk ends. With a single piece per call of Python, or
-# per record of a file, reading would take several times as long.
+# per record of a file, this would take several times as long.
 _PIECES_PER_CHUNK = 256
 _GROUPS_AT_ONCE = 16  # number of groups to interleave if their order is shuffled
 
