@@ -107,9 +107,10 @@ def why_not_fused(arguments: Mapping[str, Any], examples: int) -> str:
         arguments: the arguments of `keras.ops.dot_product_attention`, by name.
         examples: the micro-batch size; see `attention_fused`.
     """
-    for name in ("mask", "bias", "attn_logits_soft_cap"):
+    options = {"mask": "mask", "bias": "bias", "attn_logits_soft_cap": "soft cap"}
+    for name, description in options.items():
         if arguments.get(name) is not None:
-            return f"it has a {name}"
+            return f"it has a {description}"
     flash_attention = arguments.get("flash_attention")
     if flash_attention is not None:
         return f"flash_attention is {flash_attention}"

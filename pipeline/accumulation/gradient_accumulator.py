@@ -233,7 +233,7 @@ class GradientAccumulator(tf.Module):
                 gradient = tf.convert_to_tensor(gradient)
             if not gradient.shape.is_compatible_with(total.shape):
                 rule = "gradients must have the shapes of their variables"
-                received = f"{tuple(gradient.shape)} for variable {index}"
+                received = f"shape {tuple(gradient.shape)} for variable {index}"
                 raise ValueError(
                     f"{rule}. Received: {received}, which has {tuple(total.shape)}"
                 )

@@ -336,8 +336,8 @@ def weighted_sum(
     micro_batch_examples = tf.cast(examples_in(outputs), dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
-            where = " where there are sample weights" if over_batch else ""
-            rule = f"The loss must give one value per example{where}, not a scalar"
+            case = " if there are sample weights" if over_batch else ""
+            rule = f"The loss must give one value per example{case}, not a scalar"
             raise ValueError(f"{rule}. Received: {loss.name}")
         return _sum_of_scalar(loss, values, micro_batch_examples)
 

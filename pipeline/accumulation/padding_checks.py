@@ -187,7 +187,7 @@ def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
             f"Received: {received}"
         )
     if longer.mask_counts_padding:
-        rule = "must mask padding with zeros in its outputs"
+        rule = "must leave padding out of the masks of its outputs"
         raise ValueError(
             f"model {rule}, with micro_batch_tokens. Received: {model.name}"
         )
@@ -210,7 +210,7 @@ def _remedy_for(call: _LayerCall) -> tuple[str, str]:
     if call.mask_dropped_by is not None:
         dropping = call.mask_dropped_by
         remedy = "use layers that pass their mask on"
-        reason = f"{dropping.name} ({type(dropping).__name__}) drops one"
+        reason = f"{dropping.name} ({type(dropping).__name__}) drops the mask"
         return remedy, f"{layer}, whose inputs have no mask: {reason}"
     remedy = "mask the padding, as Masking or Embedding(mask_zero=True) does"
     return remedy, f"{layer}, whose inputs have no mask"

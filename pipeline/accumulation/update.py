@@ -507,7 +507,7 @@ class Update:
                 rule = 'same_noise must be "auto" or False'
                 received = f"True, {', '.join(noisy)}"
                 raise ValueError(
-                    f"{rule}: some layers can only draw noise per micro-batch. "
+                    f"{rule}, because some layers can only draw noise per micro-batch. "
                     f"Received: {received}"
                 )
         if self.same_noise and by_tokens:

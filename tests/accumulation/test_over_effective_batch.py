@@ -422,7 +422,7 @@ REFUSED = {
     ),
     "weighted scalar": Refused(
         lambda: updated(frozen(), batch=batch_of(6, "weighted")),
-        "The loss must give one value per example where there are sample weights, "
+        "The loss must give one value per example if there are sample weights, "
         "not a scalar. Received: decorrelated",
     ),
     "kernel": Refused(

@@ -563,7 +563,7 @@ def test_what_depends_on_padding_is_rejected_and_would_differ(
             lambda: with_layer(layers.Conv1D(4, 1, name="convolution"), pooled=True),
             "use layers that pass their mask on",
             "average (GlobalAveragePooling1D), whose inputs have no mask: "
-            "convolution (Conv1D) drops one",
+            "convolution (Conv1D) drops the mask",
         ),
     ],
 )

@@ -223,7 +223,7 @@ def _version_of(tokenizer: Any) -> str:
         source = Path(str(inspect.getsourcefile(definition)))
         return f"{source.name} {sha256_of(source)[:12]}"
     except (TypeError, OSError) as error:
-        rule = "must have a version: an attribute version of the tokenizer"
+        rule = "must have a version: give the tokenizer an attribute version"
         raise ConfigError(f"{KEY}._target_", rule, definition.__qualname__) from error
 
 
