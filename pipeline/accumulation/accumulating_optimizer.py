@@ -473,7 +473,7 @@ def _of_batch(gradients: Sequence[Gradient]) -> list[Gradient]:
     """Return one gradient that depends on the batch, or all if none is known to.
 
     The last such gradient is returned, because the backward pass computes it first.
-    While a step waited for a later one, it would keep the earlier ones in memory.
+    Waiting for one that is computed later would keep all before it in memory.
     """
     depends = depending_on_batch(gradients)
     for gradient, depends_on_batch in zip(gradients[::-1], depends[::-1], strict=True):

@@ -278,8 +278,9 @@ def share_of(batch: Nest | Share | DealtBatch) -> tuple[Nest, Any]:
 def positions_for_noise(batch: Nest | Share | DealtBatch, position: Any) -> Any:
     """Return the positions by which the examples of a share draw their noise.
 
-    This is the position of the first example alone. In a dealt batch, it is the
-    position of each example from there on before it was dealt; see `position_of`.
+    In a dealt batch, they are the positions that the examples from `position` on had
+    before they were dealt. In any other batch, the position of the first example is
+    enough; see `position_of`.
 
     Args:
         batch: the effective batch.

@@ -22,8 +22,8 @@ from .loss_sums import divide
 Gradient: TypeAlias = Any  # a tensor, `tf.IndexedSlices` or None
 
 ZERO = (
-    "gradients must be zero, not None, for a variable that has one in other parts "
-    "(unconnected_gradients='zero')"
+    "gradients must be zero, not None, for a variable that has a gradient in other "
+    "parts (unconnected_gradients='zero')"
 )
 
 

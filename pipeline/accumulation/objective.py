@@ -89,8 +89,8 @@ class Objective:
     def of_micro_batch(self) -> Objective:
         """Return the objective for a single micro-batch.
 
-        If `over_batch` is true, the result has no loss, so that only
-        the losses that the model adds are minimized.
+        If `over_batch` is true, the result has no loss, so that only the losses that
+        the model adds are minimized.
         """
         if self.over_batch:
             return replace(self, loss=None, loss_over="example")

@@ -346,7 +346,7 @@ def _example(
 def _varied(
     model: keras.Model, numbers: np.random.Generator
 ) -> list[tuple[keras.Variable, tf.Tensor]]:
-    """Return values for the weights that are all zero, which would hide padding."""
+    """Return values for weights that are all zero, because zeros would hide padding."""
     values = []
     for variable in model.trainable_variables:
         value = tf.convert_to_tensor(variable)

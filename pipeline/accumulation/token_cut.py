@@ -1,7 +1,7 @@
 """Cuts an effective batch of sequences by tokens, so that little padding is computed.
 
 The examples are sorted by length, the longest first. Then they are cut into as few
-micro-batches as the limit allows. Among these cuts, the one with least padding is used:
+micro-batches as the limit allows. Among these cuts, one with the least padding is used:
 
     lengths   9 8 8 | 5 4 4 4 3 | 2 2 1 1 1 1        at most 27 tokens
     computed  3 × 9 | 5 × 5     | 6 × 2              64 positions for 53 tokens
@@ -160,12 +160,12 @@ def check_lengths_for_xla(limit: TokenLimit, jit_compile: bool | str) -> None:
         ValueError: XLA must compile. With "auto", it does not.
     """
     if jit_compile is True and not limit.xla_lengths:
-        rule = 'jit_compile must be False or "auto" with micro_batch_tokens'
-        reason = (
-            "because XLA would compile once for each length, unless xla_lengths are "
-            "given, such as choose_xla_lengths(x.row_lengths().numpy())"
+        rule = (
+            'jit_compile must be False or "auto" with micro_batch_tokens but without '
+            "xla_lengths, because XLA would compile once for each length"
         )
-        raise ValueError(f"{rule}, {reason}. Received: True")
+        remedy = "Give xla_lengths, such as choose_xla_lengths(x.row_lengths().numpy())"
+        raise ValueError(f"{rule}. {remedy}. Received: True")
 
 
 def check_positive(name: str, value: Any) -> None:

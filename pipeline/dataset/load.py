@@ -272,14 +272,14 @@ def _check_labels(splits: dict[str, tf.data.Dataset]) -> None:
 
 
 def _check_form(trained: tuple, evaluated: tuple, name: str) -> None:
-    """Reject a validation set whose examples have other parts than the training split.
+    """Reject a validation set that does not have the form of the training split.
 
     Args:
         trained: the element spec of the training split.
         evaluated: the element spec of the set.
         name: the name of the set among the splits.
     """
-    # Sample weights may be there or not.
+    # Only one of the two may have sample weights.
     for part, of_train, of_set in zip(("x", "y"), trained, evaluated, strict=False):
         ranks = [_ranks(spec) for spec in (of_train, of_set)]
         if ranks[0] != ranks[1]:

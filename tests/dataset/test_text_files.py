@@ -147,8 +147,8 @@ def test_a_long_text_is_cut_so_that_each_token_but_the_first_is_predicted_once(f
     assert pieces == ["abcd", "defg", "ghij", "lm", "abcd", "abcd", "de"]
     labels = [y for _, y in data.train.as_numpy_iterator()]
     assert bytes((np.concatenate(labels) - 1).tolist()) == b"bcdefghijmbcdbcde"
-    line = "of 5 texts, 1 of fewer than two tokens are left out, as there is no next"
-    assert data.notes["train"].startswith(line)
+    line = "texts of fewer than two tokens are left out, as they have no next token"
+    assert data.notes["train"] == f"{line} to predict: 1 of 5 texts"
 
 
 def test_files_are_named_by_path_folder_and_pattern(folder):

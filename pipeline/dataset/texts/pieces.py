@@ -17,8 +17,8 @@ from pipeline.common.errors import ConfigError, count
 from pipeline.dataset.texts.corpus import ALL, TextSplit
 from pipeline.dataset.texts.tokenizer import Tokenizer
 
-# Number of pieces after which a chunk ends. With a single piece per call of Python, or
-# per record of a file, this would take several times as long.
+# Number of pieces after which a chunk ends. One call of Python, or one record of a
+# file, per piece would take several times as long.
 _PIECES_PER_CHUNK = 256
 _GROUPS_AT_ONCE = 16  # number of groups to interleave if their order is shuffled
 

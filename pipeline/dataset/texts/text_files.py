@@ -22,8 +22,8 @@ from pipeline.dataset.texts.tokenizer import (
     named,
 )
 
-# Number of training texts whose tokens are a part of the key of a token cache: a
-# tokenizer may have changed without a new version.
+# Number of training texts whose tokens are a part of the key of a token cache, because
+# a tokenizer may have changed without a new version.
 _PROBED = 100
 
 
@@ -197,7 +197,7 @@ def _notes(tokens: Mapping[str, SplitTokens]) -> dict[str, str]:
         short = sum(group.short for group in split.counts)
         if short:
             notes[part] = (
-                f"of {count(texts, 'text')}, {short} of fewer than two tokens are left "
-                "out, as there is no next token to predict"
+                "texts of fewer than two tokens are left out, as they have no next "
+                f"token to predict: {short} of {count(texts, 'text')}"
             )
     return notes
