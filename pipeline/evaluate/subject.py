@@ -38,7 +38,7 @@ _TRIES = 10  # to link a checkpoint before the run removes it
 _ID = re.compile("[0-9a-f]{4,32}")
 _CHOICES = (
     "a run directory",
-    "the ID of a run, or at least 4 digits of its start",
+    "the ID of a run, or at least its first 4 digits",
     "models:/NAME@ALIAS",
     "models:/NAME/VERSION",
 )

@@ -8,8 +8,8 @@ which a separate process ships to the store.
   record of a run, and checks its form. `shown_files` names pictures and tables.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
-- `journal_summary` reads what a list of runs shows. `horizons` records and reads those
-  of a run that was resumed with a different one.
+- `journal_summary` reads what a list of runs shows. `horizons` records and reads the
+  horizons of a run that was resumed with a different one.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.

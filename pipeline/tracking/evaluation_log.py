@@ -45,13 +45,14 @@ class Evaluation:
         """Return whether a run with these tags has this evaluation already.
 
         Raises:
-            ConfigError: it has one with this name and update, of other data.
+            ConfigError: the run has an evaluation of other data under this name and
+                after this update.
         """
         checksum = tags.get(self.tag)
         if checksum not in (None, self.checksum):
             rule = (
-                "must be another name: after this update, the run has an evaluation of "
-                "other data under it"
+                "must be another name: under this one, the run has an evaluation of "
+                "other data after the same update"
             )
             raise ConfigError("--name", rule, self.name)
         return checksum is not None
@@ -60,7 +61,8 @@ class Evaluation:
 def append(run_dir: Path, evaluations: list[Evaluation]) -> None:
     """Append evaluations to the journal of a run that has ended.
 
-    Those that it has already, such as from a command at the same time, are left out.
+    Evaluations that the run has already, for example from a command that ran at the
+    same time, are left out.
 
     Raises:
         ConfigError: the run is running, or its journal is damaged.
@@ -69,7 +71,8 @@ def append(run_dir: Path, evaluations: list[Evaluation]) -> None:
     past = LockedPast.open(run_dir)
     if past.damage:
         past.close()
-        raise ConfigError("RUN", f"has a damaged journal ({past.damage})", str(run_dir))
+        rule = f"must have an intact journal ({past.damage})"
+        raise ConfigError("RUN", rule, str(run_dir))
     writer = past.truncated_writer()
     try:
         for evaluation in evaluations:

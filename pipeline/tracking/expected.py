@@ -1,4 +1,4 @@
-"""Lists the items of a run that a store must have at its end, and checks the store.
+"""Lists the items that a store must have when a run ends, and checks the store.
 
 A proxy between this machine and a server may confirm a request and lose it.
 """
@@ -41,7 +41,7 @@ class InputId(NamedTuple):
 
 @dataclass
 class Expected:
-    """The items of a run that the store must have once all lines read are shipped.
+    """The items of a run that the store must have once the lines read are shipped.
 
     Params and rows are added when they are read from the journal, whether they are sent
     or the store has them already. All other items are added when the store has
@@ -126,7 +126,7 @@ class Expected:
         try:
             return {file.path for file in client.list_artifacts(run_id, folder or None)}
         except Exception as error:
-            # A server may answer with an internal error because it must not list.
+            # A server that forbids listing may answer with an internal error.
             if failures.is_answer(error):
                 self._failed_lists += 1
             if _can_never_list(error) or self._failed_lists > MOST_FAILED_LISTS:
@@ -137,7 +137,8 @@ class Expected:
     def _listed_artifacts(self, client: MlflowClient, run_id: str) -> set[str]:
         """Return the artifacts in all folders of expected artifacts.
 
-        The expected artifacts are returned if they are unknown; see `listed`.
+        If the artifacts in the store are unknown (see `listed`), the expected ones are
+        returned.
         """
         paths: set[str] = set()
         for folder in {path.rpartition("/")[0] for path in self.artifacts}:

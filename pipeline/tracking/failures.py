@@ -3,14 +3,14 @@
 A failure is of one of three kinds:
 
 - temporary: the store is unreachable or busy, or has an internal error.
-- rejected: the store has rejected the request for its content.
+- rejected: the store has rejected the request because of its content.
 - other: for example, a password has changed, or a server does not know the request.
 
 The purpose of a request decides after which failures it is repeated:
 
 - Points, params, tags, inputs, files and the end of a run are required. Their requests
-  are repeated until the caller's patience is over, whatever the failure is: nothing may
-  be missing unnoticed, and the user may repair the store. There is one exception. A
+  are repeated until the caller's patience has run out, whatever the failure is: nothing
+  may be missing unnoticed, and the user may repair the store. There is one exception. A
   tag, an input or a file that was rejected several times is left out, and is named in
   the tag `not_shipped`, so that the run can still be ended. Points and params are never
   left out.
@@ -50,7 +50,7 @@ def is_temporary(error: Exception) -> bool:
 
 
 def is_rejected(error: Exception) -> bool:
-    """Return whether the store has rejected a request for its content."""
+    """Return whether the store has rejected a request because of its content."""
     return isinstance(error, MlflowException) and error.error_code in _REJECTED
 
 

@@ -95,7 +95,7 @@ class ForeignStore:
         elif _RUN_ID_START.fullmatch(start):
             runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
-            rule = "must be the ID of a run, or at least 4 digits of its start"
+            rule = "must be the ID of a run, or at least its first 4 digits"
             raise ConfigError(key, rule, start)
         return self._only(key, "run", start, runs)
 
@@ -140,7 +140,7 @@ class ForeignStore:
         return matches
 
     def listed_by(self, condition: str, experiment: str | None = None) -> list[Any]:
-        """Return the active runs that match a filter string, without sweeps' parents.
+        """Return the active runs that match a filter string, except parents of sweeps.
 
         The runs are not checked: nothing but their entries may be used.
 
@@ -201,10 +201,10 @@ class ForeignStore:
         return list(client.search_runs(ids, condition, max_results=MOST_RUNS))
 
     def _unknown(self, kind: str) -> str:
-        """Return the rule for a run or sweep that the store does not have."""
+        """Return the rule of the error about a run or sweep that the store lacks."""
         return (
-            f"must name one {kind} of the store {mask(absolute(self.uri))}: "
-            "tracking.uri selects another store"
+            f"must name one {kind} of the store {mask(absolute(self.uri))}; "
+            "to use another store, set tracking.uri"
         )
 
     def _only(
@@ -287,7 +287,7 @@ def listed(tags: Mapping[str, str], key: str) -> list[str]:
         values, _ = json.JSONDecoder().raw_decode("".join(parts))
         is_list = isinstance(values, list)
         if not is_list or not all(isinstance(value, str) for value in values):
-            raise ValueError("it is no list of texts")
+            raise ValueError("it is not a list of strings")
     except (ValueError, RecursionError) as error:
         rule = f"must have a tag {key} that can be read ({first_line(error)})"
         raise ConfigError("SWEEP", rule) from error
@@ -316,7 +316,8 @@ class SweepRecord:
         """Return the latest run of each job, by the job's name.
 
         Raises:
-            ConfigError: a run lacks the tag `sweep.job`, or an ID in MLflow's format.
+            ConfigError: a run lacks the tag `sweep.job`, or its ID is not in MLflow's
+                format.
         """
         runs = self.client().search_runs(
             [self.experiment_id],
@@ -328,7 +329,7 @@ class SweepRecord:
         for run in runs:
             is_named = "sweep.job" in run.data.tags
             if not is_named or not RUN_ID.fullmatch(run.info.run_id):
-                rule = "must have runs with MLflow's IDs and a tag sweep.job"
+                rule = "must have runs with a tag sweep.job and IDs in MLflow's format"
                 raise ConfigError("SWEEP", rule, run.info.run_id)
             latest[run.data.tags["sweep.job"]] = run
         return latest
@@ -377,7 +378,7 @@ class OwnStore:
             return recorded
         rule = (
             f"must be that of {where}, {mask(recorded)}; "
-            f"if that is yours, add tracking.uri={mask(recorded)}"
+            f"if that store is yours, add tracking.uri={mask(recorded)}"
         )
         raise ConfigError("tracking.uri", rule, self.uri)
 

@@ -97,8 +97,8 @@ def of_run(
 def of_tags(tags: Mapping[str, str]) -> list[RecordedHorizon]:
     """Return the horizons in the tag of a run; none if it has no such tag.
 
-    The tag may come from a store that is not trusted: one that this package has not
-    written gives none, too.
+    The tag may come from a store that is not trusted: values that this package cannot
+    have written are ignored.
     """
     try:
         entries = json.loads(tags.get(TAG, "[]"))
@@ -113,7 +113,7 @@ def of_tags(tags: Mapping[str, str]) -> list[RecordedHorizon]:
 def tag(
     start: RunStart, horizons: Sequence[RecordedHorizon], tags: Collection[str]
 ) -> dict[str, str]:
-    """Return the tag of a run that is resumed; none if its params have its horizon.
+    """Return the tag of a resumed run; none if its params hold its only horizon.
 
     Args:
         start: the description of the run.
@@ -132,7 +132,7 @@ def tag(
 def current_params(
     params: Mapping[str, str], tags: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the params of a run, with the horizon that it had last."""
+    """Return the params of a run, with the last one of its horizons."""
     horizons = of_tags(tags)
     current = dict(params)
     if not horizons:

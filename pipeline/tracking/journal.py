@@ -349,7 +349,7 @@ class Journal:
         finally:  # also after an interruption, which ends the wait
             self.shipper.terminate()
             if not self._writer.close():
-                where = "which are lost" if problem else "which the store alone has"
+                where = "which are lost" if problem else "which only the store has"
                 say(f"the disk has no room for the last lines of {self._path}, {where}")
         return problem
 
@@ -413,8 +413,8 @@ class Journal:
             return ConfigError(failure.key, failure.rule, run_dir)
         command = foreign_store.sync_command(run_dir, self.uri)
         return RuntimeError(
-            f"the store did not accept the run ({failure.error}); to upload what its "
-            f"directory has: {command}"
+            f"the store did not accept the run ({failure.error}); to upload the "
+            f"contents of its directory: {command}"
         )
 
     def _replace_shipper(self) -> None:

@@ -6,8 +6,8 @@ other keys are the fields of one class:
 
     {"start": {…}}                              the run: format, store, params, tags
     {"run": {"run_id": …, "experiment_id": …}}  the run's IDs in the store, with
-                                                "store": URI if it is another one than
-                                                that of `start`, and "complete": true
+                                                "store": URI if it is not that of
+                                                `start`, and "complete": true
                                                 if it has all lines before this one
     {"dataset": {…}, "context": "training"}     one input of the run
     {"step": updates, "metrics": {…}}           one row of metrics, with

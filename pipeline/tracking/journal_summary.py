@@ -1,4 +1,4 @@
-"""The entry for one run in a list of runs, read from its journal in milliseconds.
+"""The entry for one run in a list of runs, read from its journal within milliseconds.
 
 The rows of updates are counted and not parsed, except the last one, and no checksum is
 verified. `pipeline.tracking.journal_file.Past` reads a journal completely.
@@ -133,10 +133,10 @@ class JournalSummary:
             self._evaluations[row.step] = value
 
     def _find_best(self) -> None:
-        """Find the best evaluation, other than that before the first update."""
+        """Find the best evaluation, ignoring the one before the first update."""
         metric = ranked_metric(self.start.params)
         for update, value in self._evaluations.items():
-            # Not a number is never the best, and is unequal to itself.
+            # NaN is never the best. It is the only value that is unequal to itself.
             if update == 0 or value != value:
                 continue
             if self.best is None or metric.is_better(value, self.best):

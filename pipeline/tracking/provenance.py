@@ -68,7 +68,7 @@ NAMED = (
 _OWN_FILE = re.compile(r"\w+(/\w+)*\.py")  # matches the name of a file of code
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
 # Keys that are newer than this version, with the default that changes nothing. A hash
-# does not cover such a default, so that it is that of a config without the key.
+# does not cover such a default, so it equals the hash of a config without the key.
 _NEWER_KEYS = {
     "accumulation.micro_batch_tokens": None,
     "dataset.lengths": None,
@@ -250,13 +250,13 @@ def changed_code(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def changes_of_code(segments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each segment of a run that had other code than the one before.
+    """Return one line for each segment of a run whose code differs from the one before.
 
     Only files that both segments have recorded are compared.
 
     Args:
-        segments: the segments of the run; see `segment`. Those of older versions have
-            no code.
+        segments: the segments of the run; see `segment`. Segments that an older
+            version recorded have no code.
     """
     lines = []
     before: Mapping[str, Any] = {}
@@ -332,7 +332,7 @@ def _current_hash(file: str) -> str | None:
     """
     if not _OWN_FILE.fullmatch(file):
         return None
-    # A package that is installed to be edited may be in no folder of `sys.path`.
+    # An editable install may be in no folder of `sys.path`.
     name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     imported = getattr(sys.modules.get(name), "__file__", None)
     candidates = [Path(folder, file) for folder in sys.path]

@@ -1,4 +1,4 @@
-"""Names the files with what is shown at an evaluation."""
+"""Names the files with the pictures and tables of an evaluation."""
 
 import uuid
 from collections.abc import Mapping
@@ -64,7 +64,7 @@ class Names:
         """
         files = {}
         for name, text in tables.items():
-            # With the same number of digits, MLflow's page lists them in their order.
+            # Pad the number with zeros, so that MLflow's page lists the files in order.
             path = f"{SHOWN}/{name}_{self.update:09}.csv"
             files[path] = mask(text).encode()
         return files

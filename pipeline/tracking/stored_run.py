@@ -1,4 +1,4 @@
-"""Ships the lines of a journal other than rows of metrics, such as tags and files."""
+"""Ships all lines of a journal but the rows of metrics, such as tags and files."""
 
 import errno
 import re
@@ -175,7 +175,7 @@ class StoredRun:
         folder = self.folder / folder_name
         is_ours = folder_name in (PICTURES, SHOWN) and not folder.is_symlink()
         if not is_ours:
-            self.note(f"{path}: it is in no folder of pictures or tables")
+            self.note(f"{path}: it is not in a folder of pictures or tables")
             return
         if not self._is_readable(folder / name, folder, name):
             return
@@ -262,14 +262,13 @@ class StoredRun:
             lacking = self.expected.lacking(self.client, self.run_id)
             if lacking:
                 raise IncompleteError(
-                    f"the store lacks {lacking}, which it had confirmed, when it is "
-                    "read again"
+                    f"when read again, the store lacks {lacking}, which it had "
+                    "confirmed"
                 )
         remove_stop_tag(self.client, self.run_id)
         self.client.set_terminated(self.run_id, line.end, line.time)
         status = self.store.status(self.run_id)
         if status != line.end:
             raise OSError(
-                f"the store has the run as {status} when it is read again, "
-                f"and not as {line.end}"
+                f"when read again, the store has the run as {status}, not as {line.end}"
             )

@@ -41,7 +41,7 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
     except Exception as error:
         if named and isinstance(error, ConfigError):
             raise
-        say(f"{folder}: not all is in the store yet: {first_line(error)}")
+        say(f"{folder}: not everything is in the store yet: {first_line(error)}")
         return NOT_SHIPPED
     if summary is None:
         return 0

@@ -77,7 +77,7 @@ class Tracker:
     Attributes:
         begun: whether the run was started or resumed.
         run_id: the run's ID in MLflow, or "" before that and if no store has the run.
-        horizons: the horizons of the run, of which a resume may add one.
+        horizons: the horizons of the run. Resuming it may add one.
     """
 
     def __init__(

@@ -319,7 +319,8 @@ class Uploader:
                 # Ship the tag before the end of the run, which is only shipped if it
                 # is the last line.
                 self._lines.insert(0, Tags(line.tags))
-        # A run is only ended by a line that is the last one, and its IDs may follow.
+        # Skip a line with the run's IDs. It may follow the `end` line, which ends the
+        # run only if it is the last line.
         elif not isinstance(line, Created):
             self._lines.append(line)
 

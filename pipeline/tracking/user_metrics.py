@@ -160,7 +160,7 @@ def checked_value(name: str, value: Any) -> float:
     """Return `value` as a float; raise a ValueError if it is not a single number."""
     number: Any = None
     # A symbolic tensor has no value yet: `float` raises an error, or AutoGraph replaces
-    # `float` by a cast, so that the result is no float.
+    # `float` by a cast, so that the result is not a float.
     with suppress(TypeError, ValueError):
         number = float(value)
     if isinstance(value, str) or not isinstance(number, float):

@@ -249,7 +249,7 @@ def test_a_record_that_is_too_large_or_of_another_form_is_rejected(
         with pytest.raises(ConfigError, match="has a record that cannot be read"):
             command.report(names)
     monkeypatch.setattr(record_files, "LARGEST", 5)
-    with pytest.raises(ConfigError, match=r"environment\.json is of \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"environment\.json has \d+ bytes"):
         command.report(names)
     assert list(tmp_path.iterdir()) == []
 

@@ -150,7 +150,7 @@ def test_the_end_of_a_run_whose_journal_finds_no_room(tmp_path, undisturbed, cap
         fill(tmp_path / "run")
         train(journal, HALF + 1, UPDATES)
         assert journal.close("FINISHED") is None
-        assert "journal.jsonl, which the store alone has" in capsys.readouterr().err
+        assert "journal.jsonl, which only the store has" in capsys.readouterr().err
         free(tmp_path / "run")
         for _ in range(2):
             found = fields(uri_in(tmp_path), "e")

@@ -374,7 +374,7 @@ def test_a_run_that_is_not_there_when_it_is_read_again_is_not_shipped(
     monkeypatch.setattr(MlflowClient, "set_terminated", lambda *_: None)
     assert sync_run(str(tmp_path), OwnStore(journal.uri), 0.1, named=True) == 4
     assert (
-        "the store has the run as RUNNING when it is read again, and not as KILLED"
+        "when read again, the store has the run as RUNNING, not as KILLED"
         in capsys.readouterr().err
     )
 
@@ -560,7 +560,7 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         )
         rule = "tracking.uri must be that of the journal in"
         lines = {
-            "sync host": f"{rule} host, {uri}; if that is yours, add ",
+            "sync host": f"{rule} host, {uri}; if that store is yours, add ",
             "sync file": f"{rule} file, sqlite:",
             "sync query trust.allow=[postgresql://127.0.0.1]": f"{rule} query, pos",
             "sync host trust.allow=[http://127.0.0.1]": f"{rule} host, http:",

@@ -67,12 +67,13 @@ def test_an_unknown_run_is_rejected_with_the_store_and_its_folder(
     synthetic.store(tmp_path)
     monkeypatch.chdir(tmp_path)
     found = ForeignStore.open("sqlite:///mlruns/mlflow.db")
-    where = f"the store sqlite:///{tmp_path}/mlruns/mlflow.db: tracking.uri selects"
+    where = f"the store sqlite:///{tmp_path}/mlruns/mlflow.db"
     for start in ("abcd", "0123456789abcdef" * 2):
         with pytest.raises(ConfigError) as unknown:
             found.run(start)
         line = str(unknown.value)
-        assert line.startswith(f"RUN_ID must name one run of {where} another store.")
+        rule = f"must name one run of {where}; to use another store, set tracking.uri"
+        assert line.startswith(f"RUN_ID {rule}.")
         assert f"Received: '{start}'" in line
     with pytest.raises(ConfigError) as no_store:
         ForeignStore.open("sqlite:///none.db")
@@ -386,7 +387,7 @@ def test_only_what_the_user_allows_is_written_elsewhere(hostile):
         ("report, varied", "SWEEP must have a tag sweep.varied that can be read"),
         (
             "report, no job",
-            "SWEEP must have runs with MLflow's IDs and a tag sweep.job",
+            "SWEEP must have runs with a tag sweep.job and IDs in MLflow's format",
         ),
         (
             "report, start of an ID that no run has",
