@@ -43,6 +43,6 @@ def restore(logger: keras.callbacks.CSVLogger, state: Mapping[str, Any]) -> None
 
 
 def _content(logger: keras.callbacks.CSVLogger) -> bytes:
-    """Return the content of the file; empty if it is no file on a local disk."""
+    """Return the content of the file; empty if it is not a file on a local disk."""
     path = Path(logger.filename)
     return path.read_bytes() if path.is_file() else b""

@@ -247,7 +247,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.journal = journal
         self._writer: threading.Thread | None = None
         self._next_auto = time.monotonic() + AUTO_SECONDS
-        self._is_announced = False  # whether the first one in time was announced
+        self._is_announced = False  # whether the first one due by time was announced
         if writes:
             for incomplete in [*folder.glob(".*"), *folder.glob(f"{BEST}/.*")]:
                 _remove(incomplete)
@@ -279,7 +279,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         If the snapshot does not fit into memory or cannot be written, print a message,
         so that training can continue. Other errors of `capture` are raised. With
-        `auto`, the first checkpoint that is due by the time is announced.
+        `auto`, the first checkpoint that is due by time is announced.
 
         Args:
             update: the number of completed updates.
@@ -301,14 +301,14 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             position = self.journal.position()
         ended = time.monotonic()
         pause = max(AUTO_SECONDS, STALLS * (ended - started))
-        # A run that ends before has its only checkpoint at its end.
+        # A run that ends before this has only the checkpoint at its end.
         is_in_time = self.every == "auto" and started >= self._next_auto
         announcement = ""
         if is_in_time and not best and not self._is_announced:
             self._is_announced = True
             announcement = (
-                f"first checkpoint, after update {update}: a crash loses what follows "
-                f"the latest one; the next comes in {pause / 60:.0f} min "
+                f"first checkpoint, after update {update}: a crash loses the updates "
+                f"after the latest one; the next is due in {pause / 60:.0f} min "
                 "(training.checkpoint_every)"
             )
         if not best:
@@ -430,7 +430,7 @@ def linked(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     The files are hard links where the file system allows them, and copies elsewhere.
 
     Raises:
-        OSError: a file cannot be read, as the run has removed the checkpoint.
+        OSError: a file cannot be read, since the run has removed the checkpoint.
     """
     copy = folder / checkpoint.folder.name
     try:
@@ -487,8 +487,8 @@ def newest_of_run(
 ) -> Checkpoint | None:
     """Return the checkpoint from which a run is resumed, or None.
 
-    It is the newest one, or if none of these is intact and usable, that of the best
-    evaluation, which is as complete. For the arguments, see `newest`.
+    It is the newest one that is intact and usable. If there is none, it is that of the
+    best evaluation, which is just as complete. For the arguments, see `newest`.
     """
     checkpoint = newest(folder, most, is_usable)
     if checkpoint is None:
@@ -521,7 +521,7 @@ def at(folder: Path, update: int) -> Checkpoint:
     path = folder / str(update)
     if not path.is_dir():
         raise ConfigError(
-            f"the checkpoint {path}", "must be there", update, saved_updates(folder)
+            f"the checkpoint {path}", "must exist", update, saved_updates(folder)
         )
     try:
         return _verified(path, update)

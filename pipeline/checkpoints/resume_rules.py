@@ -120,7 +120,7 @@ class Continuation:
         if files_changed and not self.spec.config.training.accept_changed_code:
             names = ", ".join(files_changed)
             rule = (
-                f"must have the code of the run, but it has changed since: {names}; "
+                f"must be resumed with its own code, which has changed since: {names}; "
                 "training.accept_changed_code=true continues the run with it"
             )
             raise ConfigError(self.key, rule, str(self.run_dir))
@@ -152,7 +152,7 @@ class Continuation:
         snapshot.check_variables_fit(meta.arrays, updater)
         if meta.loop.batch_digest != plan.digest(self.updates_done):
             rule = (
-                "must yield the batches of the run again: that of update "
+                "must yield the batches of the run again, but the batch of update "
                 f"{self.updates_done} is different"
             )
             raise ConfigError("dataset", rule, self.spec.dataset["_target_"])
@@ -273,8 +273,8 @@ def _check_rows_stay_true(
     if done:
         way_on = f"begin a new run there, with start.run=RUN@{done}"
     rule = (
-        f"must be resumed with its own horizon, as {count(last - done, 'update')} after "
-        f"update {done} will be trained again and have rows already; for another "
+        f"must be resumed with its own horizon, since {count(last - done, 'update')} "
+        f"after update {done} will be trained again and have rows already; for another "
         f"horizon, {way_on}"
     )
     values = spec.resolved["training"]
@@ -316,14 +316,14 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     existing = files.are_in(run_dir / "checkpoints")
     command = resume_command(run_dir, from_start=True)
     if not existing and past.status == "FINISHED":
-        rule = "must have a checkpoint, from which it is trained to a longer horizon"
+        rule = "must have a checkpoint from which to train to a longer horizon"
         return ConfigError(key, rule, str(run_dir))
     if not existing:
         rule = f"must have a checkpoint; to train it from the start: {command}"
         return ConfigError(key, rule, str(run_dir))
     rule = (
-        f"must have an intact checkpoint after at most {count(most, 'update')}, of "
-        f"which {JOURNAL_NAME} has the rows"
+        f"must have an intact checkpoint after at most {count(most, 'update')}, since "
+        f"{JOURNAL_NAME} has no later rows"
     )
     if past.damage:
         rule += f" ({past.damage})"
@@ -387,7 +387,7 @@ def _with_recorded_order(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
 
 
 def _with_recorded_version(spec: RunSpec, recorded: Mapping[str, Any]) -> RunSpec:
-    """Return the spec that begins with the version that the run has begun with.
+    """Return the spec with the version of the model that the run began with.
 
     The alias in `start.run=models:/NAME@ALIAS` may name another version by now.
     """
@@ -465,15 +465,18 @@ def _check_store(uri: str, past: Past) -> None:
 
 
 def _check_unit_of_cut(spec: RunSpec, past: Past) -> None:
-    """Reject a run that would be cut by tokens from now on, or no longer.
+    """Reject a change from a cut by examples to a cut by tokens, or back.
 
-    The limit may change, but the micro-steps of its rows are counted in one of two ways.
+    The limit may change. But the two cuts count micro-steps in different ways, and a
+    run must count them in the same way in all of its rows.
     """
     then = past.start.segment["cut"].get("micro_batch_tokens")
     now = spec.batching.micro_batch_tokens
     if (then is None) == (now is None):
         return
-    rule = "must be null, as in the run: begin a new one, with start.run"
+    rule = (
+        "must be null, as in the run; to cut by tokens, begin a new run with start.run"
+    )
     if then is not None:
         rule = f"must be a number, as in the run: {then}"
     raise ConfigError(TOKENS, rule, now)

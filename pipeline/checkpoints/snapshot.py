@@ -148,7 +148,7 @@ def is_weight(name: str) -> bool:
 
 
 def of_model(updater: Update) -> Snapshot:
-    """Return a snapshot with the variables of the model alone."""
+    """Return a snapshot with only the variables of the model."""
     arrays = {}
     for name, array in _copied(_variables(updater)).items():
         if name.startswith("model/"):
@@ -418,7 +418,7 @@ def _copied(variables: Variables) -> dict[str, np.ndarray]:
 
 
 def _assign(variables: Variables, arrays: Mapping[str, np.ndarray]) -> None:
-    """Assign arrays that `_copied` returned to variables.
+    """Set variables to the arrays that `_copied` returned.
 
     A variable without an array keeps its value.
     """

@@ -1,3 +1,6 @@
-"""Trains one run from a composed config; finds its micro-batch size and its use of XLA."""
+"""Trains one run from a composed config.
+
+Before that, finds its micro-batch size, and decides whether XLA compiles it.
+"""
 
 __all__ = ["run"]

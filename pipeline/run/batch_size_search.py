@@ -126,7 +126,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
 
     If several processes need the same size, one searches and the others wait. If the
     effective batch size changes during the run, the search uses the largest one. With
-    `hardware.xla=fastest`, it is made without XLA.
+    `hardware.xla=fastest`, the trials do not use XLA.
 
     Returns:
         The spec with the size, and the result of the search.
@@ -319,7 +319,9 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
     """Return the error for a search in which not even one example fit."""
     if smallest.failed:
         # Even the smallest size fails, so memory is not the cause of the error.
-        rule = f"must be a number, as the update that was tried fails ({smallest.why})"
+        rule = (
+            f"must be a number, since the update that was tried fails ({smallest.why})"
+        )
         return ConfigError(MICRO, rule)
     example = f"a micro-batch of one example, which does not fit ({smallest.why})"
     memory = spec.config.hardware.memory
@@ -352,7 +354,10 @@ def _trials(spec: RunSpec, budget: dict[str, Any]) -> Iterator[Trial]:
             line = process.stdout.readline()
             if not line:
                 last_line = mask(_last_line(stderr))
-                rule = f"must be a number, as the process that tries sizes ended ({last_line})"
+                rule = (
+                    "must be a number, since the process that tries sizes ended "
+                    f"({last_line})"
+                )
                 raise ConfigError(MICRO, rule)
             answer: dict[str, Any] = json.loads(line)
             if "refused" in answer:

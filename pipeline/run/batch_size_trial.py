@@ -112,7 +112,7 @@ def _run_fork(
                     answer["why"] = "the memory"
                 elif stuck.seconds(process.pid) > STUCK_SECONDS:
                     process.kill()
-                    answer["why"] = f"it stood still for {STUCK_SECONDS:.0f} s"
+                    answer["why"] = f"it made no progress for {STUCK_SECONDS:.0f} s"
         except psutil.Error:
             pass  # The trial has just ended. Read its answer in the next iteration.
         except EOFError:
@@ -285,7 +285,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
             return {"why": why, "failed": True}
     if not isinstance(error, ConfigError):
         reason = described(error)
-        rule = f"must be a number, as the update that was tried fails ({reason})"
+        rule = f"must be a number, since the update that was tried fails ({reason})"
         error = ConfigError("accumulation.micro_batch_size", rule)
     return {"refused": vars(error)}
 

@@ -38,9 +38,9 @@ def open_or_repeat(
 ) -> str:
     """Return a line with the command that shows a finished run.
 
-    The command that repeats the run follows, unless the run has code of the user's own:
-    that command would have to allow it. Nor is a run repeated in one go if its learning
-    rates had several horizons.
+    The command that repeats the run follows, with two exceptions: if the run has code
+    of the user's own, the command would have to allow this code; if the run's learning
+    rates had several horizons, no single command repeats it.
 
     Args:
         run_id: the ID of the run.
@@ -50,7 +50,7 @@ def open_or_repeat(
     store = store_argument(spec.config.tracking.uri)
     line = f"open it with: {shlex.join(['pipeline', 'ui', *store])}"
     if len(in_force) > 1 and horizons.decides_rates(spec.resolved, spec.links):
-        line += f"; no rerun repeats it: its horizon was {described(in_force)}"
+        line += f"; no rerun repeats it, since its horizon was {described(in_force)}"
     elif _is_trusted(spec):
         repeat = shlex.join(["pipeline", "rerun", run_id, *store])
         line += f"; repeat it with: {repeat}"

@@ -39,7 +39,7 @@ def locked(file: Path, key: str) -> AbstractContextManager[Any]:
         try:
             return lock.acquire(timeout=SILENCE)
         except Timeout:
-            say(f"{key}: another process is looking for the same: waiting for it")
+            say(f"{key}: waiting for another process that is measuring the same value")
             # Without a time limit: `Timeout` is an `OSError`, which is suppressed here.
             return lock.acquire()
     return nullcontext()

@@ -142,7 +142,7 @@ class _Job:
         found: the result of the search for a micro-batch size, or None if there was no
             search.
         choice: whether XLA compiles, and the times that decided it. None if the config
-            or a record decides it.
+            or a record has decided it.
     """
 
     parts: Parts
@@ -183,7 +183,7 @@ def _prepare(
         if start is None:
             start = fork.find_fork(spec, run_dir, fork_updates_done)
         if isinstance(start, ModelStart):
-            # Record the version: an alias may name another one later.
+            # Record the version: an alias may name another version later.
             spec = spec.changed({"start.run": start.model.name})
 
         # Open the store now: another process does so while this one imports TensorFlow.

@@ -45,7 +45,8 @@ def decide(parts: Parts) -> tuple[Parts, Choice]:
     If several processes need the same choice, one times updates and the others wait.
 
     Returns:
-        The parts with XLA on or off, whose first line says the choice; and the choice.
+        The parts with XLA on or off, and the choice. The first line that the parts
+        print states it.
     """
     identity = measured_once.identity(parts.spec)
     identity["micro_batch_size"] = parts.plan.micro_batch_size

@@ -47,7 +47,8 @@ class Best:
     def take(self, update: int, results: Mapping[str, float]) -> bool:
         """Store `results` if they are the best so far; return whether they are.
 
-        Results without the metric, of other validation sets only, are never the best.
+        Results that lack the metric, since only other validation sets were evaluated,
+        are never the best.
         """
         value = results.get(self.metric)
         if value is None or math.isnan(value) or not self._improves(value):
@@ -84,7 +85,7 @@ class EvaluatedSet:
 
     Attributes:
         evaluate: returns the loss and the metrics over the set.
-        every: its own interval, as `Evaluations.every`.
+        every: its own interval, in the form of `Evaluations.every`.
     """
 
     evaluate: Evaluate
@@ -132,8 +133,8 @@ class Evaluations:
     def evaluate(self, names: Sequence[str], check: Check) -> dict[str, float]:
         """Evaluate some sets; return the loss and the metrics of each.
 
-        Those of the set `late` are named `late/loss` and so on, and those of the
-        validation split only `loss`.
+        The results of the set `late` are named `late/loss` and so on. The results of
+        the validation split have no prefix: `loss` and so on.
 
         Args:
             names: the names of the sets, as `due` returns them.

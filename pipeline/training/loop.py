@@ -208,7 +208,7 @@ class Trainer:
         """Restore a checkpoint.
 
         Args:
-            start: the checkpoint of this run, or the fork with that of another run.
+            start: the checkpoint of this run, or a fork, which holds that of another run.
             iterator: the iterator that `update_once` reads.
         """
         with self.recorder.paused():
@@ -254,8 +254,8 @@ class Trainer:
     def evaluate_first(self, iterator: Any) -> None:
         """Evaluate all validation sets before the first update of this run.
 
-        The results are not the best so far, as no checkpoint of this run has their
-        weights. If the evaluation at a fork's checkpoint is pending, nothing is done
+        The results do not count as the best so far, since no checkpoint of this run has
+        their weights. If the evaluation at a fork's checkpoint is pending, nothing is done
         here: `after_update` evaluates all sets then.
 
         Args:
@@ -433,9 +433,9 @@ class Trainer:
         return self.recorder.layout.pack(results)
 
     def _due(self) -> list[str]:
-        """Return the names of the validation sets to evaluate after the last update.
+        """Return the names of the validation sets that are due now.
 
-        After the last update of the run, and before its first, these are all.
+        Before the first update of the run, and after its last one, these are all sets.
         """
         plan = self.recorder.plan
         all_sets = self.ended or self.done == self._first_step
@@ -449,8 +449,8 @@ class Trainer:
     def _validate_and_end_epoch(self) -> dict[str, float]:
         """Evaluate if due, and call `on_epoch_end` if due; return the results.
 
-        If a callback ends the run in `on_epoch_end`, the evaluation of some sets may be
-        due only then. The callbacks then do not get their results.
+        If a callback ends the run in `on_epoch_end`, the evaluation of further sets may
+        become due. The callbacks do not get the results of these sets.
         """
         results: dict[str, float] = {}
         names = self._due()

@@ -42,7 +42,7 @@ class MonitoredMetrics:
         self._named.add(name)
         saves = ""
         if getattr(callback, "save_best_only", False):
-            saves = ", and saves as if it were the best"
+            saves = ", and saves as if the epoch were the best"
         say(
             f"training.callbacks.{name} monitors {monitor}, which is missing at the end "
             f"of epoch {epoch + 1}{saves}: {self._remedy(monitor, logs)}"
@@ -59,7 +59,7 @@ class MonitoredMetrics:
         evaluated = self._evaluations.validation is not None
         if evaluated and monitor.startswith("val_") and not _any_with("val_", logs):
             return "training.evaluate_every=epoch evaluates at the end of each epoch"
-        return f"there are {', '.join(sorted(logs))}"
+        return f"the logs have {', '.join(sorted(logs))}"
 
 
 def _any_with(prefix: str, logs: Mapping[str, Any]) -> bool:

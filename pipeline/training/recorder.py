@@ -24,9 +24,9 @@ from pipeline.training.progress import Progress
 # An update triggers a fetch if the last fetch was at least this many seconds ago.
 FETCH_SECONDS = 1.0
 FETCH_UPDATES = 200  # maximum number of updates between two fetches
-# Results of which only averages over updates are logged.
+# Results that are logged only as averages over updates.
 NOISE_ESTIMATES = ("gradient_variance", "gradient_square")
-# Results of a cut by tokens, from which `_CutTotals` makes what is logged.
+# Results of a cut by tokens, from which `_CutTotals` computes the logged values.
 CUT_COUNTS = ("micro_steps", "tokens", "positions")
 
 

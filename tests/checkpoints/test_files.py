@@ -882,7 +882,7 @@ def edit_meta(folder: Path, old: str, new: str) -> None:
 
 def test_one_of_another_format_or_that_is_not_there_is_rejected(tmp_path):
     saved(tmp_path, 1, 2)
-    line = r"3 must be there\. Received: 3\. Choices: 1, 2\."
+    line = r"3 must exist\. Received: 3\. Choices: 1, 2\."
     with pytest.raises(ConfigError, match=line):
         files.at(tmp_path, 3)
     edit_meta(tmp_path / "2", '"format": 1', '"format": 2')
@@ -990,8 +990,8 @@ def test_the_first_one_that_is_due_by_the_time_is_announced(tmp_path, capsys):
         checkpoints._next_auto = 0
         assert save(checkpoints, 2, best=True) == ""
         assert save(checkpoints, 3) == (
-            "first checkpoint, after update 3: a crash loses what follows the latest "
-            "one; the next comes in 5 min (training.checkpoint_every)\n"
+            "first checkpoint, after update 3: a crash loses the updates after the "
+            "latest one; the next is due in 5 min (training.checkpoint_every)\n"
         )
         checkpoints._next_auto = 0
         assert save(checkpoints, 4) == ""

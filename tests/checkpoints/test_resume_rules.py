@@ -206,7 +206,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
     other = ("training.epochs=null", "training.updates=19")
     rejected = pipeline("train", *AUTO, *other, cwd=folder, status=2)
     assert re.search(
-        r"hydra\.run\.dir must be resumed with its own horizon, as \d+ updates? after "
+        r"hydra\.run\.dir must be resumed with its own horizon, since \d+ updates? after "
         r"update \d+ will be trained again and have rows already; for another horizon, "
         r"(train into another folder|begin a new run there, with start.run=RUN@\d+)",
         rejected.stderr,
@@ -366,15 +366,15 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "run hydra.run.dir=x": "arguments must not set keys of Hydra: a run continues in "
         "its own directory.",
         # 14 updates, or 7 where that was not written yet.
-        "run training.updates=5": "RUN must be resumed with its own horizon, as ",
+        "run training.updates=5": "RUN must be resumed with its own horizon, since ",
         "": "RUN must be given: see pipeline resume --help.",
-        "none training.updates=50": "RUN must have a checkpoint, from which it is "
-        "trained to a longer horizon.",
-        "torn": "RUN must have an intact checkpoint after at most 2 updates, of which "
-        "journal.jsonl has the rows (line ",
+        "none training.updates=50": "RUN must have a checkpoint from which to "
+        "train to a longer horizon.",
+        "torn": "RUN must have an intact checkpoint after at most 2 updates, since "
+        "journal.jsonl has no later rows (line ",
         # The user names the run directory by an argument, also with `auto`.
         "run training.resume=auto training.updates=5": "RUN must be resumed with its "
-        "own horizon, as ",
+        "own horizon, since ",
         "done": "RUN has finished: a longer horizon continues it, and pipeline sync uploads what "
         "its store lacks.",
         "old": "RUN must have a journal of format 1 (it was written by an earlier "
@@ -497,7 +497,7 @@ def test_changed_code_of_ones_own_is_rejected_by_its_file(tmp_path, monkeypatch)
         return continuation.messages({})
 
     rule = (
-        "RUN must have the code of the run, but it has changed since: own_code.py; "
+        "RUN must be resumed with its own code, which has changed since: own_code.py; "
         "training.accept_changed_code=true continues the run with it"
     )
     with pytest.raises(ConfigError, match=re.escape(rule)):

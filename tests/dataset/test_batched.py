@@ -479,7 +479,10 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
         keras.utils.save_img(image, np.zeros((8, 8, 3)), scale=False)
     again = ("training.updates=8", "training.resume=auto", "dataset.checksum=none")
     err = train("parted", *again, status=2)
-    line = "must yield the batches of the run again: that of update 7 is different"
+    line = (
+        "must yield the batches of the run again, but the batch of update 7 is "
+        "different"
+    )
     assert line in err
 
 

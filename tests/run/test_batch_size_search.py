@@ -219,7 +219,7 @@ def test_what_a_gpu_raises_for_want_of_memory_means_that_a_size_does_not_fit(
     most.assign(0)
     with pytest.raises(
         ConfigError,
-        match=f"must be a number, as the update that was tried fails \\({kind}: ",
+        match=f"must be a number, since the update that was tried fails \\({kind}: ",
     ):
         batch_size_search._search(spec, {"resident": 2**30})
 
@@ -258,7 +258,7 @@ def test_the_largest_size_below_such_an_error_is_trained_with(project, kind):
         *line[:-1], "model.most=0", "hydra.run.dir=none", cwd=project, status=2
     )
     rule = (
-        "micro_batch_size must be a number, as the update that was tried fails "
+        "micro_batch_size must be a number, since the update that was tried fails "
         f"({kind}: "
     )
     assert rule in rejected.stderr.splitlines()[-1]
@@ -548,7 +548,7 @@ REFUSED = {
         "+dataset.pad={multiple: 1, value: 0}",
         "accumulation.effective_batch_size=4",
     ),
-    "accumulation.micro_batch_size must be a number, as the update that was tried fails "
+    "accumulation.micro_batch_size must be a number, since the update that was tried fails "
     "(InvalidArgumentError: ": ("model._target_=limited.broken",),
     "accumulation.effective_batch_size must be at most the 256 examples of the "
     "training split. Received: 257.": ("accumulation.effective_batch_size=257",),

@@ -53,7 +53,7 @@ def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
         found.run("aaaa")
     assert all(f"{run_id} (it)" in str(ambiguous.value) for run_id in ids)
     for start, said in (
-        ("aaa", "at least 4 digits"),
+        ("aaa", "at least its first 4 digits"),
         ("aaab", "one run of the store"),
         ("aaa%", "must be the ID"),
     ):
