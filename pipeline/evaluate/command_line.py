@@ -41,7 +41,7 @@ def add_arguments(parser: Parser) -> None:
         help="a dotted name or place to trust, if the record is from a store",
     )
     add_config_options(parser)
-    # Without a default, argparse would call them required where RUN is missing.
+    # Without a default, argparse would call them required if RUN is missing.
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -54,7 +54,7 @@ def request_of(options: Namespace) -> Request:
     """Return the request for the record that the parsed options name.
 
     Raises:
-        ConfigError: an override is of a key that does not affect an evaluation.
+        ConfigError: an override sets a key that does not affect an evaluation.
     """
     _check_keys(options.overrides)
     return Request(
@@ -86,7 +86,7 @@ def keys_of_data(request: Request) -> list[str]:
 def split_keys(parts: "Parts") -> dict[str, str]:
     """Return the keys of all splits in `Data.splits`, by their names for `--split`.
 
-    The name of a set of `dataset.validations` is its own, without `validations.`.
+    A set of `dataset.validations` is named without the prefix `validations.`.
     """
     keys: dict[str, str] = {}
     for key in parts.data.splits:

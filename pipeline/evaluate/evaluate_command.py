@@ -40,9 +40,9 @@ def evaluate(arguments: Sequence[str]) -> int:
     logs = not options.no_log
     if logs and options.name is None and command_line.changes_data(request):
         rule = "must be given if an override of dataset selects other data"
-        raise ConfigError("--name", f"{rule}, or --no-log")
+        raise ConfigError("--name", f"{rule}, unless --no-log is given")
     if logs and request.values.get("dataset.checksum") == "none":
-        rule = "must be full to compare evaluations, or come with --no-log"
+        rule = "must be full for evaluations to be comparable, unless --no-log is given"
         raise ConfigError("dataset.checksum", rule, "none")
     is_named = options.name is not None or options.no_log
     other_data = is_named and bool(command_line.keys_of_data(request))
@@ -74,12 +74,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--name",
         metavar="NAME",
-        help="log the results as eval/NAME/…, or eval/NAME-SPLIT/… of several splits",
+        help="log the results as eval/NAME/…, or eval/NAME-SPLIT/… for several splits",
     )
     parser.add_argument("--no-log", action="store_true", help="only print the results")
     options = parser.parse_intermixed_args(list(arguments))
     if options.name is not None and not _NAME.fullmatch(options.name):
-        rule = "must be of up to 50 letters, digits, _ and -"
+        rule = "must consist of up to 50 letters, digits, _ and -"
         raise ConfigError("--name", rule, options.name)
     if options.name in SPLITS:
         rule = "must not be the name of a split of the run"
@@ -88,7 +88,10 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_ended(run: Subject) -> None:
-    """Reject a run that another process trains: only that one writes its journal."""
+    """Reject a run that another process trains.
+
+    Only that process may write the run's journal.
+    """
     if run.run_dir is None:
         return
     try:

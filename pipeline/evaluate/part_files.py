@@ -1,6 +1,6 @@
 """A Parquet file that is written in parts, so that a killed command can continue.
 
-    OUT.parts/identity.json     what the rows are of
+    OUT.parts/identity.json     the run, the update and the data behind the rows
     OUT.parts/BATCHES.parquet   rows up to that number of batches, since the part before
     OUT                         all parts, once the last one is written
 
@@ -22,8 +22,8 @@ from pipeline.common import durable
 from pipeline.common.errors import ConfigError
 
 KEY = "--out"  # names the file in errors
-# A part has at least so many rows or bytes. The bytes bound the memory; the rows bound
-# what is computed again after a kill.
+# A part has at least this many rows or bytes. The bytes bound the memory; the rows
+# bound what is computed again after a kill.
 ROWS = 4096
 BYTES = 2**24
 
@@ -49,7 +49,7 @@ class PartFiles:
         self._batches = self.batches_done
 
     def add(self, table: pa.Table) -> None:
-        """Add the rows of the next batch; write a part if they are enough."""
+        """Add the rows of the next batch; write a part if there are enough rows."""
         self._tables.append(table)
         self._batches += 1
         rows = sum(entry.num_rows for entry in self._tables)
@@ -94,7 +94,7 @@ def check_free(out: Path) -> None:
     The parts of a file that exists are removed: it is complete.
 
     Raises:
-        ConfigError: it exists, or its folder does not.
+        ConfigError: the file exists, or its folder does not exist.
     """
     if out.exists():
         shutil.rmtree(_folder_of(out), ignore_errors=True)
@@ -110,7 +110,7 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
 
     Args:
         out: the file to write.
-        identity: what the rows are of, as JSON.
+        identity: identifies the run, the update and the data of the rows, as JSON.
 
     Raises:
         ConfigError: there are parts of other rows, or another process writes the file.
@@ -130,7 +130,7 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
             durable.write_text(file, text)
         elif file.read_text(encoding="utf-8") != text:
             rule = (
-                f"must be a different file, as {folder} contains a part of other "
+                f"must be a different file, since {folder} contains a part of other "
                 "predictions"
             )
             raise ConfigError(KEY, rule, str(out))

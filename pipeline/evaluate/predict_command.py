@@ -21,8 +21,8 @@ if TYPE_CHECKING:  # importing these takes seconds
 def predict(arguments: Sequence[str]) -> int:
     """Write the outputs, the label and the loss of each example of a split of RUN.
 
-    If it was interrupted, the same command continues. RUN is trusted as by `pipeline
-    evaluate`.
+    After an interruption, the same command continues the file. RUN is trusted as in
+    `pipeline evaluate`.
     """
     options = _parse(arguments)
     request = command_line.request_of(options)
@@ -68,7 +68,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _identity(run: Subject, parts: "Parts", split: str) -> dict[str, Any]:
-    """Return what the rows of the file are of."""
+    """Return what the rows of the file depend on."""
     return {
         "run": run.name,
         "update": run.update,
@@ -81,9 +81,9 @@ def _identity(run: Subject, parts: "Parts", split: str) -> dict[str, Any]:
 
 
 def _with_and_without_padding(parts: "Parts", split: str) -> "tf.data.Dataset":
-    """Return the batches of a split, each as the examples are and as the model's.
+    """Return the batches of a split, each without padding and as the model gets it.
 
-    The two differ by the padding of `dataset.pad`.
+    The two are equal if `dataset.pad` is not set.
     """
     from pipeline.dataset import padding
 
@@ -100,7 +100,7 @@ def _write(parts: "Parts", split: str, files: PartFiles) -> None:
     """Predict the batches that the parts do not have yet, one after the other.
 
     Raises:
-        ConfigError: the model has an output that is no dense tensor.
+        ConfigError: the model has an output that is not a dense tensor.
     """
     import tensorflow as tf
 

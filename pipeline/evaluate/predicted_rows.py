@@ -55,9 +55,9 @@ def without_padding(
 ) -> dict[str, Any]:
     """Return outputs without the positions that are padding.
 
-    The length of an output is that of its label, or else that of the inputs of unequal
-    length, if these have one length. An output that has not as many positions as they
-    have with their padding stays whole.
+    An output is cut to the lengths of its labels if these are ragged, and otherwise to
+    the lengths of the ragged inputs if these all agree. An output that does not have
+    the padded length stays whole.
 
     Args:
         outputs: the outputs for a padded batch, by name.
@@ -78,9 +78,9 @@ def without_padding(
 
 
 def _sequence_of(name: str, batch: Any, padded: Any) -> tuple[tf.Tensor, int] | None:
-    """Return the lengths of an output's examples, and the one with their padding.
+    """Return the length of each example of an output, and the padded length.
 
-    Return None if they are not known.
+    Return None if the lengths are not known.
     """
     x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
     padded_x, padded_y, _ = keras.utils.unpack_x_y_sample_weight(padded)
@@ -111,7 +111,7 @@ def _name(kind: str, name: str, count: int) -> str:
 
 
 def _column(values: Any) -> pa.Array:
-    """Return a tensor as a column: a vector or more of an example is a list."""
+    """Return a tensor as a column, in which all axes but the first become lists."""
     if isinstance(values, tf.RaggedTensor):
         offsets = values.row_splits.numpy().astype(np.int64)
         return pa.LargeListArray.from_arrays(offsets, _column(values.values))

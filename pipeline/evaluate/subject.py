@@ -50,7 +50,7 @@ class Subject:
 
     Attributes:
         run_id: the run's ID in MLflow; empty if no store has the run.
-        run_dir: its run directory, or None if that is not here.
+        run_dir: its run directory, or None if it was not found.
         weights: the checkpoint, or the model in the store, that has the weights.
         config: the config to compose with the overrides.
         dataset: the record of the run's data; empty if it has none.
@@ -189,8 +189,9 @@ def _lasting_checkpoint(
 ) -> Checkpoint:
     """Return a checkpoint that stays until the command ends.
 
-    A run that is training removes its checkpoints as it writes newer ones. So they are
-    linked into `folder`; if one is removed meanwhile, the next one is taken.
+    A run that is training removes its checkpoints as it writes newer ones. So the
+    checkpoint is linked into `folder`. If it is removed before that, the next one is
+    linked.
     """
     if not is_locked(run_dir / JOURNAL_NAME):
         return _checkpoint(run_dir, selected, text)
@@ -211,7 +212,9 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
     if selected == BEST:
         update = files.best_update(run_dir / "checkpoints")
         if update is None:
-            rule = "must be a run that keeps its best checkpoint: training.keep_best"
+            rule = (
+                "must be a run that keeps its best checkpoint (see training.keep_best)"
+            )
             raise ConfigError("RUN", rule, text)
         return files.at(run_dir / "checkpoints" / files.BEST, update)
     updates_done = int(selected) if selected else None
@@ -229,7 +232,10 @@ def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
     else:
         update = int(selected)
     if update not in models:
-        rule = "must be the update of a logged model, as the run directory is not here"
+        rule = (
+            "must be the update of a logged model, since the run directory was not "
+            "found"
+        )
         raise ConfigError("RUN", rule, selected, list(models))
     return models[update]
 
@@ -262,9 +268,9 @@ def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subj
 
 
 def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recorded config without what only a training uses.
+    """Return a recorded config without the values that only training uses.
 
-    So nothing of it is built, and none of it has to be trusted.
+    So nothing is built from these values, and none of them has to be trusted.
     """
     kept = dict(config)
     # Without these groups, the schema's defaults apply: no scaling, and a new start.

@@ -113,7 +113,8 @@ def placed(
     if "data_dir" in dataset:
         dataset["data_dir"] = data_dir(recorded, gate)
     if "token_cache" in dataset:
-        # Nothing is written where a record says. Without a cache, the tokens are equal.
+        # Write nothing to a path from a record. Without a cache, the tokens are the
+        # same.
         dataset["token_cache"] = None
     return config
 

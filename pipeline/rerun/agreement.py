@@ -153,8 +153,8 @@ def compare(
         return Agreement(BIT_EQUAL, f"{BIT_EQUAL}: {scope}")
     if not beyond_rounding:
         text = (
-            f"{WITHIN_ROUNDING}: {scope}; the first that differs is {differing[0]}; "
-            f"the most: {_largest(differing)}"
+            f"{WITHIN_ROUNDING}: {scope}; the first difference: {differing[0]}; "
+            f"the largest difference: {_largest(differing)}"
         )
         return Agreement(WITHIN_ROUNDING, text)
     return Agreement(DIFFERENT, _text_of_difference(differing, beyond_rounding, scope))
@@ -245,7 +245,7 @@ def page(old: History, new: History, title: str, about: str) -> str:
     difference_plot = Plot(
         key="apart",
         section="Differences",
-        title="How far the runs part",
+        title="Relative difference of the losses by update",
         caption="Updates at which both runs are equal to the bit are left out.",
         data=differences,
         layout={"xaxis": updates, "yaxis": axis("relative difference", log=True)},
@@ -308,7 +308,7 @@ def _text_of_difference(
         within = f"; within rounding from {differing[0]}"
     return (
         f"{DIFFERENT} from update {first.step} on: {first}; "
-        f"the most: {_largest(beyond_rounding)}{within}; {scope}"
+        f"the largest difference: {_largest(beyond_rounding)}{within}; {scope}"
     )
 
 

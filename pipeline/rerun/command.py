@@ -211,7 +211,7 @@ class Rerun:
             ConfigError: the data differ, or the recorded run has no training metrics.
         """
         if not any(key.startswith("train/") for key in self.recorded.run.data.metrics):
-            rule = "must have logged an update, to compare its rerun with"
+            rule = "must have logged an update with which its rerun can be compared"
             raise ConfigError("RUN_ID", rule, self.recorded.run_id)
         if not self.recorded.dataset:
             return
@@ -248,8 +248,8 @@ class Rerun:
         is_bit_equal = outcome.verdict == agreement.BIT_EQUAL
         if not (is_bit_equal or self.request.changes or is_deterministic):
             say(
-                "equal to the bit on one machine is guaranteed with "
-                "hardware.deterministic=true only"
+                "bit-equal results on one machine are guaranteed only with "
+                "hardware.deterministic=true"
             )
         self._link_to(new_run_id)
 

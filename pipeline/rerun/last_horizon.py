@@ -34,9 +34,9 @@ def requested(recorded: RecordedRun, request: Request) -> Request:
     is_repeatable = len(in_force) == 1
     if not is_repeatable and horizons.decides_rates(recorded.config, recorded.links):
         rule = (
-            "must have one horizon to be repeated, as its learning rates depend on "
-            f"it, but had {horizons.described(in_force)}; to train it with the last "
-            f"one alone: {_command(recorded, request, last)}"
+            "must have a single horizon to be repeated, since its learning rates "
+            f"depend on it, but had {horizons.described(in_force)}; to train with "
+            f"only the last one: {_command(recorded, request, last)}"
         )
         raise ConfigError("RUN_ID", rule)
     say(f"  the run was resumed with {last}, which the rerun uses")
@@ -46,7 +46,7 @@ def requested(recorded: RecordedRun, request: Request) -> Request:
 def _check_finished_as_planned(recorded: RecordedRun, request: Request) -> None:
     """Reject a finished run whose number of updates is not that of its record.
 
-    Its horizon was changed by a resume of a version that has not recorded it.
+    An older version has changed its horizon in a resume without recording this.
 
     Raises:
         ConfigError: the numbers differ.
@@ -61,9 +61,9 @@ def _check_finished_as_planned(recorded: RecordedRun, request: Request) -> None:
     if updates == planned or not updates.isdecimal():
         return
     rule = (
-        "must have one horizon to be repeated: it began with one of "
-        f"{planned} updates, and ended after {updates}; to train it with the last one "
-        f"alone: {_command(recorded, request, f'training.updates={updates}')}"
+        "must have a single horizon to be repeated, but it began with one of "
+        f"{planned} updates, and ended after {updates}; to train with only the last "
+        f"one: {_command(recorded, request, f'training.updates={updates}')}"
     )
     raise ConfigError("RUN_ID", rule)
 

@@ -121,8 +121,8 @@ class RecordedRun:
             return
 
         say(
-            f"the record of {self.run_id} is of schema {version}: "
-            f"brought to schema {schema.SCHEMA}"
+            f"the record of {self.run_id} has schema {version} and is converted to "
+            f"schema {schema.SCHEMA}"
         )
         # Before schema 2, only the last validation used the averaged weights.
         if version < 2 and self._group("optimizer").get("use_ema"):
@@ -135,8 +135,8 @@ class RecordedRun:
         package = self.environment.get("package") or {}
         made_by = str(package.get("version"))[:_LONGEST_VERSION]
         rule = (
-            f"must have a record of schema 0 to {schema.SCHEMA}; the version that made "
-            f"it, {made_by}, runs it: pipeline rerun {self.run_id}"
+            f"must have a record of schema 0 to {schema.SCHEMA}; use the version that "
+            f"made it, {made_by}: pipeline rerun {self.run_id}"
         )
         # Show only a small integer, since any other value may be long.
         received: object = type(version).__name__

@@ -34,8 +34,8 @@ class Request:
         config_dir: a folder with the user's own config groups.
         config_name: the name of the user's own config.
         overrides: the overrides, in Hydra's grammar.
-        other: the ID of the run, or its beginning, with which the run is compared in
-            place of a rerun, or None.
+        other: the ID, or its beginning, of a run that is compared with the run in place
+            of a rerun. None to rerun the run.
     """
 
     run_id: str
@@ -188,7 +188,7 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
     parser.add_argument(
         "run_id",
         metavar="RUN_ID",
-        help="ID of a run in the store of tracking.uri, or its start",
+        help="ID of a run in the store of tracking.uri, or the start of the ID",
     )
     parser.add_argument(
         "--dry", action="store_true", help="only show the plan and the differences"
@@ -210,7 +210,7 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         help="a dotted name or place to trust",
     )
     add_config_options(parser)
-    # Without a default, argparse would call them required where RUN_ID is missing.
+    # Without a default, argparse would call them required if RUN_ID is missing.
     parser.add_argument(
         "overrides", nargs="*", default=[], help="overrides in Hydra's grammar"
     )
@@ -224,7 +224,7 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
 
 
 def _check_comparison(request: Request) -> None:
-    """Reject what only a training uses, if two runs are only compared."""
+    """Reject arguments that only training uses, if two runs are to be compared."""
     if request.dry or request.sweep:
         rule = "must come without --dry and --sweep: it compares two runs"
         raise ConfigError("--with", rule)

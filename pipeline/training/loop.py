@@ -208,7 +208,7 @@ class Trainer:
         """Restore a checkpoint.
 
         Args:
-            start: the checkpoint of this run, or a fork, which holds that of another run.
+            start: the checkpoint of this run, or a fork from another run.
             iterator: the iterator that `update_once` reads.
         """
         with self.recorder.paused():
@@ -255,8 +255,8 @@ class Trainer:
         """Evaluate all validation sets before the first update of this run.
 
         The results do not count as the best so far, since no checkpoint of this run has
-        their weights. If the evaluation at a fork's checkpoint is pending, nothing is done
-        here: `after_update` evaluates all sets then.
+        their weights. If the evaluation at a fork's checkpoint is pending, nothing is
+        done here: `after_update` evaluates all sets then.
 
         Args:
             iterator: the iterator that `update_once` reads.

@@ -91,7 +91,8 @@ def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_l
     assert outcome.text == (
         "different from update 2 on: "
         "train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; "
-        "the most: train/loss at update 3: 1.0 then, 9.0 now, 0.89 relative; "
+        "the largest difference: train/loss at update 3: 1.0 then, 9.0 now, "
+        "0.89 relative; "
         "within rounding from val/loss at update 1: 1.0 then, 1.000000001 now, "
         "1e-09 relative; 5 points of 3 metrics"
     )
@@ -110,12 +111,12 @@ def test_a_point_that_is_missing_is_a_difference():
     outcome = agreement.compare(both, first, "float32")
     assert outcome.text.startswith(
         "different from update 2 on: "
-        "train/loss at update 2: 1.0 then, absent now; the most: "
+        "train/loss at update 2: 1.0 then, absent now; the largest difference: "
     )
     outcome = agreement.compare(first, both, "float32")
     assert outcome.text.startswith(
         "different from update 2 on: "
-        "train/loss at update 2: absent then, 1.0 now; the most: "
+        "train/loss at update 2: absent then, 1.0 now; the largest difference: "
     )
     assert verdict_of(history(val_loss={1: 1.0}), {}) == "different"
 

@@ -50,7 +50,7 @@ def test_a_run_whose_rates_had_two_horizons_is_not_repeated():
         requested(COSINE, tags_of(FIRST, LAST), "tracking.uri=sqlite:///a.db")
     assert str(error.value).endswith(
         "had training.epochs=600 and, after update 399, training.epochs=70; to train "
-        "it with the last one alone: pipeline rerun ab12 --allow=mine "
+        "with only the last one: pipeline rerun ab12 --allow=mine "
         "tracking.uri=sqlite:///a.db training.epochs=70."
     )
 

@@ -475,7 +475,10 @@ def test_a_record_of_an_older_schema_runs_again(made_wider, again_wider):
     old = again_wider.old
     answer = again_wider.answers["old"]
     assert answer["status"] == 0, answer["err"]
-    assert f"the record of {old} is of schema 0: brought to schema 3" in answer["err"]
+    assert (
+        f"the record of {old} has schema 0 and is converted to schema 3"
+        in answer["err"]
+    )
     assert "without train/gradient_noise_scale" in answer["err"]
     (new,) = reruns(store, old)
     # The defaults have not been these since.

@@ -548,8 +548,8 @@ REFUSED = {
         "+dataset.pad={multiple: 1, value: 0}",
         "accumulation.effective_batch_size=4",
     ),
-    "accumulation.micro_batch_size must be a number, since the update that was tried fails "
-    "(InvalidArgumentError: ": ("model._target_=limited.broken",),
+    "accumulation.micro_batch_size must be a number, since the update that was tried "
+    "fails (InvalidArgumentError: ": ("model._target_=limited.broken",),
     "accumulation.effective_batch_size must be at most the 256 examples of the "
     "training split. Received: 257.": ("accumulation.effective_batch_size=257",),
 }

@@ -904,7 +904,7 @@ def test_nothing_was_created_for_what_was_refused(refused):
             "deleted",
             "RUN_ID must be a run that is not deleted: restore it first (mlflow runs restore)",
         ),
-        ("no update", "RUN_ID must have logged an update, to compare its rerun with"),
+        ("no update", "RUN_ID must have logged an update with which its rerun can"),
         ("no sweep", "SWEEP must name one sweep of the store"),
         (
             "no arguments",
@@ -934,7 +934,7 @@ def test_a_newer_record_is_refused_with_the_version_that_made_it(refused):
     last = answers["newer"]["err"].splitlines()[-1]
     assert answers["newer"]["status"] == 2
     assert (
-        f"the version that made it, 7.5.0, runs it: pipeline rerun {records['newer']}"
+        f"use the version that made it, 7.5.0: pipeline rerun {records['newer']}"
         in last
     )
     assert "7.5.0" in answers["newer, new builder"]["err"].splitlines()[-1]
