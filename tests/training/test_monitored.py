@@ -42,13 +42,13 @@ def stops(monitor):
             "val_los",
             {},
             "training.callbacks.1 monitors val_los, which is missing at the end of "
-            "epoch 1: there are gradient_norm, learning_rate, loss, mine, val_loss",
+            "epoch 1: the logs have gradient_norm, learning_rate, loss, mine, val_loss",
         ),
         (
             "val_loss",
             {"validate": False},
             "training.callbacks.1 monitors val_loss, which is missing at the end of "
-            "epoch 1: there are gradient_norm, learning_rate, loss, mine",
+            "epoch 1: the logs have gradient_norm, learning_rate, loss, mine",
         ),
     ],
 )
