@@ -1,6 +1,6 @@
 """A Parquet file that is written in parts, so that a killed command can continue.
 
-    OUT.parts/identity.json     the run, the update and the data behind the rows
+    OUT.parts/identity.json     what the rows depend on
     OUT.parts/BATCHES.parquet   rows up to that number of batches, since the part before
     OUT                         all parts, once the last one is written
 
@@ -110,7 +110,7 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
 
     Args:
         out: the file to write.
-        identity: identifies the run, the update and the data of the rows, as JSON.
+        identity: what the rows depend on, as JSON.
 
     Raises:
         ConfigError: there are parts of other rows, or another process writes the file.

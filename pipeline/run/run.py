@@ -483,7 +483,7 @@ def _resume_line(run_dir: Path, every: int | str | None, trained: int) -> str:
     if trained:
         value = "null" if every is None else every
         lost = (
-            f", by training.checkpoint_every={value}: {count(trained, 'update')} "
+            f" (training.checkpoint_every={value}): {count(trained, 'update')} "
             "will be trained again"
         )
     return f"interrupted before the first checkpoint{lost}; to train from the start: {command}"

@@ -41,7 +41,7 @@ class InputId(NamedTuple):
 
 @dataclass
 class Expected:
-    """The items of a run that the store must have once the lines read are shipped.
+    """The items that a run's store must have once all lines read so far are shipped.
 
     Params and rows are added when they are read from the journal, whether they are sent
     or the store has them already. All other items are added when the store has

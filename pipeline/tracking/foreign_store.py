@@ -142,7 +142,7 @@ class ForeignStore:
     def listed_by(self, condition: str, experiment: str | None = None) -> list[Any]:
         """Return the active runs that match a filter string, except parents of sweeps.
 
-        The runs are not checked: nothing but their entries may be used.
+        The runs are not checked. Use only their entries in the store.
 
         Args:
             condition: a filter string of MLflow.

@@ -38,7 +38,7 @@ class JournalCursor:
         self.damage = ""
         self._descriptor = descriptor
         self._reader = LineReader(descriptor)
-        # The lines that came from the trainer, and those of them that `lines` has still
+        # The lines that came from the trainer, and those of them that `lines` still has
         # to yield because this cursor was made by `from_start`.
         self._unwritten: list[Line] = []
         self._unwritten_again: list[Line] = []

@@ -33,7 +33,7 @@ class StoredModel:
 
     Attributes:
         store: the store.
-        name: the model for the user: `models:/NAME/VERSION`, or the ID of its run.
+        name: the name shown to the user: `models:/NAME/VERSION`, or the ID of its run.
         model_id: its ID.
         place: the location of its artifacts, which has been checked.
         run_id: the ID of its run.

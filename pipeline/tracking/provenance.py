@@ -250,7 +250,7 @@ def changed_code(recorded: Mapping[str, Any]) -> list[str]:
 
 
 def changes_of_code(segments: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return one line for each segment of a run whose code differs from the one before.
+    """Return one line per segment whose code differs from that of the segment before.
 
     Only files that both segments have recorded are compared.
 

@@ -76,7 +76,7 @@ class Tracker:
 
     Attributes:
         begun: whether the run was started or resumed.
-        run_id: the run's ID in MLflow, or "" before that and if no store has the run.
+        run_id: the run's ID in MLflow, or "" if no store has the run (yet).
         horizons: the horizons of the run. Resuming it may add one.
     """
 

@@ -208,7 +208,8 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
     assert re.search(
         r"hydra\.run\.dir must be resumed with its own horizon, since \d+ updates? "
         r"after update \d+ will be trained again and have rows already; for another "
-        r"horizon, (train into another folder|begin a new run there, with start.run=RUN@\d+)",
+        r"horizon, (train into another folder|"
+        r"begin a new run there, with start.run=RUN@\d+)",
         rejected.stderr,
     )
     assert rejected.stderr.endswith("Received: {updates: 19}.\n")

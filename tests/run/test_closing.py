@@ -73,7 +73,7 @@ def test_an_interruption_before_the_first_checkpoint_says_what_is_lost(
     ):
         raise KeyboardInterrupt
     assert capsys.readouterr().err == (
-        "interrupted before the first checkpoint, by training.checkpoint_every="
-        f"{value}: 37 updates will be trained again; to train from the start: "
+        "interrupted before the first checkpoint (training.checkpoint_every="
+        f"{value}): 37 updates will be trained again; to train from the start: "
         f"pipeline resume {tmp_path} training.resume=auto\n"
     )
