@@ -6,8 +6,8 @@ line. The report of one sweep is findings in words, a table, and plots on one HT
 its files are logged to the sweep's parent run. `reading` reads the sweep, one module
 per topic writes its findings, `table` and `plots` present the figures, and `writer`
 assembles the report. `runs_page` and `sweep_changes` write the other pages.
-`job_ranking` ranks the jobs of a sweep that ends. `metric_direction` says whether lower
-values of a metric are better.
+`job_ranking` ranks the jobs of a sweep when it ends. `metric_direction` says whether
+lower values of a metric are better.
 """
 
 __all__ = ["command", "html_page", "job_ranking", "metric_direction", "writer"]

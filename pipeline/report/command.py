@@ -59,7 +59,7 @@ def report(arguments: Sequence[str]) -> int:
         _write_runs(request, _results(request, sources))
     elif len(sources) == 1:
         if request.out is not None:
-            rule = "must be left out: the report of a sweep is logged to its parent run"
+            rule = "must be left out for a sweep, whose report goes to its parent run"
             raise ConfigError("--out", rule, request.out)
         writer.publish(request.uri, sweeps[0].info.run_id, request.allow)
     elif len(sweeps) == len(sources) == 2:
@@ -67,7 +67,7 @@ def report(arguments: Sequence[str]) -> int:
         page = sweep_changes.page(request.uri, first, second, request.allow)
         _write(request, page, f"{first[:8]}-{second[:8]}")
     else:
-        rule = "must be runs alone, one sweep, or two sweeps"
+        rule = "must name only runs, one sweep, or two sweeps"
         raise ConfigError("SWEEP or RUN", rule, request.names)
     return 0
 
@@ -106,9 +106,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SWEEP or RUN",
         nargs="*",
         help=(
-            "a sweep: its run ID, the start of it, the name of its run, or NAME of "
-            "`pipeline sweep NAME`, its newest sweep. Two sweeps: what changed between "
-            "them. Runs: run directories, IDs or their starts"
+            "a sweep: its run ID, the start of this ID, the name of its run, or the "
+            "NAME of `pipeline sweep NAME`, which selects its newest sweep. Two "
+            "sweeps: the page shows what changed between them. Runs: run directories, "
+            "run IDs or the starts of run IDs"
         ),
     )
     parser.add_argument(
@@ -120,7 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="the page of runs or of two sweeps; by default it is written to "
+        help="the file for the page of runs or of two sweeps; by default "
         f"{_OUT}/report-….html",
     )
     parser.add_argument(
@@ -159,13 +160,14 @@ def _matching(request: _Request, condition: str) -> list[Any]:
 def _sources(request: _Request) -> list[Any]:
     """Return for each name a run directory, or a run or a sweep's parent in the store.
 
-    The store is opened only if a name is no run directory: a journal has all rows.
+    The store is opened only if a name is not a run directory, since a journal has all
+    rows.
 
     Raises:
         ConfigError: there are more names than a page shows, or a name is not known.
     """
     if len(request.names) > runs_page.MOST_RUNS:
-        rule = f"must be at most {runs_page.MOST_RUNS} runs"
+        rule = f"must name at most {runs_page.MOST_RUNS} runs"
         raise ConfigError("SWEEP or RUN", rule, len(request.names))
     others = []
     for name in request.names:
@@ -179,7 +181,9 @@ def _sources(request: _Request) -> list[Any]:
     identities = [_identity(source) for source in sources]
     for name, identity in zip(request.names, identities, strict=True):
         if identities.count(identity) > 1:
-            raise ConfigError("SWEEP or RUN", "must be given only once", name)
+            raise ConfigError(
+                "SWEEP or RUN", "must name each sweep or run only once", name
+            )
     return sources
 
 
@@ -221,9 +225,9 @@ def _write(request: _Request, page: FindingsPage, name: str) -> None:
     """Write a page, and print its findings and where it is.
 
     Args:
-        request: has the file, if the user named one.
+        request: the arguments, with the file if the user named one.
         page: the page.
-        name: the end of the name of the file otherwise.
+        name: the end of the file's name if the user named no file.
     """
     file = _OUT / f"report-{plot_key(name)}.html"
     if request.out is not None:

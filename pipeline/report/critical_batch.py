@@ -42,9 +42,8 @@ class Branch:
 
     sizes: Array  # examples per update
     losses: Array  # training loss per update, with the weights before the update
-    diverged: bool = (
-        False  # whether the training ended for a non-finite loss or gradient
-    )
+    # whether the training ended because of a non-finite loss or gradient
+    diverged: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,7 +304,7 @@ def _branch(job: JobResult) -> Branch | None:
 def _diverged(job: JobResult) -> bool:
     """Return whether a job ended because its loss or gradient was not finite.
 
-    The recorded failure tells of a gradient. Its norm does not: in float16, updates
+    A gradient is judged by the recorded failure, not by its norm: in float16, updates
     with a gradient that is not finite are skipped.
     """
     if job.finished:
@@ -328,7 +327,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     if result is None:
         why = " before two branches have finished"
         if _varies_more(sweep):
-            why = ": the branches differ in more than batch and seed"
+            why = " because the branches differ in more than batch and seed"
         yield SweepFinding("critical", f"The critical batch cannot be determined{why}.")
         return
 
@@ -358,21 +357,22 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     low, high = result.interval
     losses = [f"{batch}: {loss:.4f}" for batch, loss in result.losses.items()]
     text = (
-        f"The critical batch is {result.critical} (95% interval: {low} to {high}): the "
-        f"largest up to which no batch ends more than {TOLERANCE:g} above a smaller one, "
-        f"at √k times the rate. Losses: {', '.join(losses)}."
+        f"The critical batch is {result.critical} (95% interval: {low} to {high}): up "
+        f"to it, no batch ends with a loss more than {TOLERANCE:g} above that of a "
+        f"smaller batch, at √k times the rate. Losses: {', '.join(losses)}."
     )
     if result.critical == max(result.losses):
         if result.diverged:
-            text += f" With {result.diverged} it diverged."
+            text += f" With a batch of {result.diverged}, training diverged."
         else:
             text += (
-                " It is the largest that could be judged, so the limit may be higher."
+                " It is the largest batch that could be judged, so the limit may be "
+                "higher."
             )
     seeds = {job.seed for job in sweep.jobs} - {None}
     if len(seeds) < 2:
         text += (
-            " With one seed, the interval covers only which examples were drawn, and "
+            " With one seed, the interval covers only the choice of examples, and "
             "is too narrow: add seed=0,1,2."
         )
     return text
@@ -442,8 +442,8 @@ def branch_plots(sweep: SweepResult) -> list[Plot]:
         traces.append(trace("noise scale", [scale.mean, scale.mean], ends, 3))
 
     caption = (
-        "Training losses after the same examples. Bars: 95%, most of which all "
-        "branches have in common."
+        "Training losses after the same examples. Bars: 95% intervals; most of the "
+        "error is common to all branches."
     )
     layout = {
         "xaxis": axis("effective batch size", True, batches),

@@ -163,10 +163,10 @@ def curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
 def extremes(x: Array, y: Array) -> NDArray[np.int64]:
     """Return the indices of the points that are drawn of a curve, in ascending order.
 
-    Of a curve with more than `2 * BINS` points these are the lowest and the highest
+    For a curve with more than `2 * BINS` points, these are the lowest and the highest
     point in each of `BINS` parts of the axis, which are of equal width, and the first
     and the last point. So no spike is lost, and each point that is drawn was logged.
-    These are all points of any other curve.
+    For any other curve, these are all points.
 
     Args:
         x: the positions of the points, in ascending order and finite.

@@ -292,8 +292,9 @@ def _more_seeds(
 
     The prediction assumes that means and deviations do not change. It counts the later
     verdict as one more look at the data; see `chance_of_look`. It asks for seeds of
-    factor 1 and of the best larger factor, unless they are needed of all factors: a
-    larger factor is better if one is, and worse only if all are.
+    factor 1 and of the best larger factor, unless all factors need them: one larger
+    factor is enough to show that accumulating pays, but only all of them can show that
+    it does not.
 
     Returns:
         No seeds if more than `MOST_ADDED_SEEDS` are needed. If the error is unknown,

@@ -40,7 +40,7 @@ SIZES = {
     "micro_batch_tokens",
 }
 
-# Python also takes `nan` and `1_0` for numbers, which may be the names of things.
+# `float` also accepts `nan` and `1_0`, but these may be names.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
 # Larger magnitudes are read as infinite: an SQL store saves infinity as the largest
@@ -376,7 +376,7 @@ def stored_result(
 
 
 def last_result(name: str, run: Any) -> JobResult:
-    """Return the result of a run in MLflow whose curves have the last values alone.
+    """Return the result of a run in MLflow, with only the last value of each curve.
 
     The store is not read. The number of updates at the last values is unknown: the
     curves have step 0.
@@ -410,7 +410,7 @@ def current_params(
 ) -> dict[str, str]:
     """Return the params of a run, with the current names of keys and functions.
 
-    If the run was resumed with another horizon, they have that one.
+    If the run was resumed with another horizon, they include the new one.
     """
     renamed = {}
     for key, value in params.items():

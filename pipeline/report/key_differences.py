@@ -31,7 +31,7 @@ class KeyDifference:
 
     @property
     def decides_what_runs(self) -> bool:
-        """Whether it is more than where a run takes place or how it is logged."""
+        """Whether the key affects more than the place and the logging of a run."""
         return key_kinds.kind_of(self.key) in key_kinds.WHAT_RUNS
 
     @property
@@ -43,7 +43,8 @@ class KeyDifference:
 def between(columns: Sequence[Mapping[str, str]]) -> list[KeyDifference]:
     """Return the keys whose values differ between columns, in alphabetical order.
 
-    Keys that only a sweep sets for its jobs are left out: they name the sweep.
+    Keys that only a sweep sets for its jobs are left out, since they only name the
+    sweep.
     """
     keys: set[str] = set()
     for values in columns:
@@ -85,7 +86,10 @@ def finding(
             decisive.append(difference.key)
     result = DifferingKeys(decisive, [difference.key for difference in code])
 
-    text = "All keys of the config that decide what runs have the same values."
+    text = (
+        "All keys of the config, except those of place and logging, have the same "
+        "values."
+    )
     if decisive:
         what = count(len(decisive), "key")
         text = f"{what} of the config with different values: {joined(decisive)}."

@@ -344,7 +344,7 @@ def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
 
 
 def _largest_that_pays(costs: BatchCosts) -> int:
-    # The cheapest batch is one of them: each smaller one needs more updates.
+    # At least the cheapest batch pays, since each smaller batch needs more updates.
     paying = []
     for batch, ratio in costs.ratios.items():
         if ratio <= PAYS and costs.saves_updates(batch):

@@ -99,8 +99,8 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
     These are the best settings of a search, see `_take_best_of_search`. Otherwise, if
     several groups were ranked by their time to the target and no time is only an upper
     bound, they are those of `_take_fastest`. Otherwise, they are those of the only
-    verdict that recommends a setting. While jobs are missing, there are none: the
-    settings that ran first would win.
+    verdict that recommends a setting. While jobs are missing, nothing is yielded, since
+    the settings that ran first would win.
     """
     if sweep.best:
         yield _take_best_of_search(sweep, earlier)
@@ -133,8 +133,9 @@ def _take_best_of_search(
 ) -> SweepFinding:
     """Recommend the best settings of a search.
 
-    They are the ones that end best by the metric of `training.keep_best`. Without one,
-    they are those of the lowest loss, which the search has looked for.
+    They are those with the best final value of the metric of `training.keep_best`.
+    Without such a metric, they are those with the lowest loss, which the search
+    minimizes.
     """
     finals = results_of(earlier, FinalResult)
     if sweep.keeps_best_by is not None and finals and not finals[0].equal:
@@ -180,7 +181,7 @@ def _take_fastest(
             largest = batches.largest
     if largest and largest > (recommended_job.effective_batch_size or 0):
         text += (
-            " With more devices, enlarge the batch by replicas and not by the factor: "
+            " With more devices, enlarge the batch by replicas, not by the factor: "
             f"an effective batch of up to {largest} takes fewer updates to the target, "
             "at the price of more examples."
         )

@@ -21,7 +21,7 @@ UNMEASURED = (
     "measured far larger ones."
 )
 
-# Why no run that is cut by tokens has a noise scale, and what to do.
+# Why a run whose batches are cut by tokens has no noise scale, and what to do.
 BY_TOKENS = (
     "micro-batches that are cut by tokens are not random samples. With "
     "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
@@ -44,8 +44,8 @@ def beside_measured(scale: float, low: float, high: float) -> str:
         )
     if scale > high:
         return (
-            "It is above the critical batch that was measured here, so it is no lower "
-            "bound."
+            "It is above the critical batch that was measured here, so it is not a "
+            "lower bound."
         )
     return "It agrees with the critical batch that was measured here."
 
@@ -116,7 +116,8 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
 
     Return None if no run of the family that did not fail has a positive noise scale,
     unless that is because their batches are cut by tokens. Return None for a search,
-    too: most of its trials are families of their own, and the table has each one's.
+    too: most of its trials are families of their own, and the table shows the noise
+    scale of each.
 
     With the noise scale B_noise, a batch B needs 1 + B / B_noise times as many examples
     as a tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).

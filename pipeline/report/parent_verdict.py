@@ -70,7 +70,7 @@ def with_verdicts(note: str, verdicts: Sequence[Verdict]) -> str:
 def _without_verdicts(note: str) -> str:
     """Return the description without the verdicts that an earlier report put into it.
 
-    Everything else is kept as it is, also quotations and headlines of the user.
+    Everything else is kept as it is, including quotations and headlines of the user.
     """
     if _BLOCK.match(note):
         # A headline after the block is the user's: ours stands before it.

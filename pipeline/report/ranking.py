@@ -203,10 +203,11 @@ class Ranking:
             if lead.seeds == 2:
                 why = f"as both seeds are equally far {where.partition(' ')[0]}"
             if not self.best.spread.deviation and not self.second.spread.deviation:
-                why = "as neither varies over its seeds"
+                why = "as the results of neither vary over its seeds"
             lead_text = number(distance, scale)
             return (
-                f"The next is {name}, {lead_text} {where}; {why}, chance is not known."
+                f"The next is {name}, {lead_text} {where}; {why}, the effect of chance "
+                "is unknown."
             )
         interval = plus_minus(distance, half_width, scale)
         method = "95%, Welch"
@@ -220,7 +221,7 @@ class Ranking:
         text += "so they differ."
         others = self.not_told_apart
         if others:
-            text += f" Not told apart from the best, as seeds vary: {joined(others)}."
+            text += f" Not told apart from the best over the seeds: {joined(others)}."
         return text
 
 
@@ -442,11 +443,11 @@ def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return a sentence on the target and how it was chosen, without its period."""
     reached = [name for name in target.judged if name in target.costs]
     if 2 * len(reached) >= len(target.judged):
-        reach = "reached by half of the jobs, as others did not get near"
+        reach = "reached by half of the jobs, since the others did not get near it"
     else:
         reach = (
-            f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, as "
-            "others did not get near"
+            f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, "
+            "since others did not get near it"
         )
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"

@@ -1,6 +1,6 @@
 """Measures the drift: how far the best learning rate moves when the batch doubles.
 
-There is one drift per recipe, such as a scaling rule, of a sweep over rate and batch.
+A sweep over rate and batch has one drift per recipe, such as a scaling rule.
 """
 
 import math
@@ -150,7 +150,7 @@ class LeastDrift(Result):
     """The recipes by their drifts.
 
     Attributes:
-        order: the recipes, that with the smallest drift first.
+        order: the recipes, in ascending order of their drifts' magnitudes.
         still: the recipes whose interval includes a drift of 0.
     """
 
@@ -377,7 +377,12 @@ def _least_drift(judged: Sequence[Drift]) -> SweepFinding:
     chance = "" if told_apart else ", though not by more than chance can explain"
     text = (
         f"The best rate moves least with {names[0]}{chance}: in octaves per doubling "
-        f"of the batch, {joined(texts)}. Within the variation over seeds, it does not "
-        f"move with {joined(still) or 'none of them'}."
+        f"of the batch, {joined(texts)}. {_still_sentence(still)}"
     )
     return SweepFinding("rate_drift", text, LeastDrift(names, still))
+
+
+def _still_sentence(still: Sequence[str]) -> str:
+    if not still:
+        return "It moves with each of them by more than the variation over seeds."
+    return f"Within the variation over seeds, it does not move with {joined(still)}."

@@ -21,7 +21,7 @@ from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
 from pipeline.tracking.journal_lines import Row
 from pipeline.tracking.params import param_text
 
-# The step of MLflow's system metrics is the number of a sample, and not an update.
+# The step of MLflow's system metrics is the number of a sample, not of an update.
 _NOT_BY_UPDATE = "system/"
 
 
@@ -39,7 +39,8 @@ def from_store(client: Any, run: Any) -> JobResult:
 def from_directory(run_dir: Path) -> JobResult:
     """Return the result of the run in a directory, from its journal alone.
 
-    So the store need not have all of the run. Rows after a damaged line are left out.
+    So it does not matter whether the store has all of the run. Rows after a damaged
+    line are left out.
 
     Raises:
         ConfigError: the directory has no journal that can be read.
@@ -95,10 +96,10 @@ def is_run_directory(name: str) -> bool:
 
 
 def with_unique_names(runs: Sequence[JobResult]) -> list[JobResult]:
-    """Return the runs with a name of its own for each.
+    """Return the runs, each with a unique name.
 
-    Where several have the same name, the start of the run's ID, or else a number,
-    follows it.
+    If several runs have the same name, the start of the run's ID, or else a number, is
+    appended to it.
     """
     counts = Counter(run.name for run in runs)
     taken: set[str] = set()

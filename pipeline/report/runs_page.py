@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.common.errors import count
 from pipeline.config.metric_names import UPDATE_METRICS
 from pipeline.report import curve_plots, key_differences
 from pipeline.report.findings import FindingsPage, Result, SweepFinding, states
@@ -68,7 +67,7 @@ def page(runs: Sequence[JobResult], selection: str = "") -> FindingsPage:
     parts = PageParts(findings=findings, topics=TOPICS, tables=tables, groups=names)
     footer = (
         "Computed from all rows of these runs, without MLflow's system metrics. A "
-        "metric that a run logged once is in the table alone."
+        "metric that a run logged only once is not plotted, but is in the table."
     )
     html = render(title, about, plots(runs), footer, parts)
     return FindingsPage(findings, TOPICS, html)
@@ -121,9 +120,9 @@ def _facts_of(run: JobResult) -> dict[str, str]:
 
 
 def _id_of(run: JobResult) -> str:
-    """Return the ID of a run in MLflow, or how it gets there."""
+    """Return the ID of a run in MLflow, or how the run gets there."""
     if run.run_id is None:
-        return "not in a store yet, before pipeline sync"
+        return "not in a store yet; pipeline sync uploads it"
     return run.run_id
 
 
@@ -239,7 +238,7 @@ def _ranking(runs: Sequence[JobResult]) -> RankedMetric | None:
     metric = metric.or_training_loss(logged)
     if metric.name in logged:
         return metric
-    # Another program than this one logged the runs.
+    # Another program logged the runs.
     name = collection.quality
     if name is None:
         return None
@@ -256,13 +255,13 @@ def _ranking_sentences(result: LastValues, lower_is_better: bool) -> str:
     else:
         text += (
             f"{names[0]} is best, at {number(values[0])}, and {names[-1]} worst, at "
-            f"{number(values[-1])}. To tell whether chance explains that takes several "
-            "seeds of each, as in a sweep."
+            f"{number(values[-1])}. It takes several seeds of each, as in a sweep, to "
+            "tell whether chance explains the difference."
         )
     examples = result.examples
     if len(set(examples)) > 1 and not np.isnan(examples).any():
         fewest = number(min(examples))
-        text += f" They saw from {fewest} to {number(max(examples))} examples."
+        text += f" The runs saw from {fewest} to {number(max(examples))} examples."
     return text
 
 
@@ -280,7 +279,7 @@ def plots(runs: Sequence[JobResult]) -> list[Plot]:
     drawn = []
     for position, metric in enumerate(_metrics(runs)):
         if any(len(run.curves[metric].steps) > 1 for run in jobs_with(runs, metric)):
-            # Names that differ may have the same key, which has to be unique.
+            # Different names may yield the same key, but keys must be unique.
             key = f"{plot_key(metric)}-{position}"
             drawn.append(_plot(collection, metric, along, key))
     return [plot for plot in drawn if plot.has_points()]
@@ -306,8 +305,7 @@ def _plot(collection: SweepResult, metric: str, along: str, key: str) -> Plot:
     if is_long:
         captions.append(curve_plots.REDUCED)
     if not_finite:
-        values = count(not_finite, "value")
-        captions.append(f"Without {values} that cannot be drawn: NaN or infinite.")
+        captions.append(f"NaN or infinite values that are not drawn: {not_finite}.")
     section = _section(metric)
     is_cost = section == _LOSS or collection.lower_is_better(metric)
     log = section in (_LOSS, _METRIC) and is_cost and curve_plots.falls_far(traces)

@@ -40,8 +40,8 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread | None:
     """Return the spread of the finite values, or None if there are none.
 
-    A deviation of at most `EQUAL` times the mean is 0: equal values, whose computed
-    mean is rounded, differ from it by about 1e-17.
+    A deviation of at most `EQUAL` times the mean counts as 0: even equal values differ
+    from their mean by about 1e-17, since the computed mean is rounded.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:

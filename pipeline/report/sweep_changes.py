@@ -27,7 +27,7 @@ TOPICS = {
     "keys": "What differs",
     "result": "Result",
 }
-# The values of environment.json that are compared, beside the versions of packages.
+# The values of environment.json that are compared, besides the versions of packages.
 _MACHINE = ("python", "platform", "processor", "gpus", "driver", "cuda", "cudnn")
 _ENVIRONMENT = "environment.json"
 
@@ -43,7 +43,9 @@ _SENTENCES = {
     WORSE: "The second sweep is worse at",
     NOT_TOLD_APART: "The data do not tell the sweeps apart at",
     EQUAL: "The sweeps are equal at",
-    UNKNOWN: "Chance is not known, as that takes several seeds whose results vary, at",
+    UNKNOWN: (
+        "The effect of chance is unknown, without several seeds whose results vary, at"
+    ),
 }
 
 Columns = list[dict[str, str]]  # the values by key of the first and the second sweep
@@ -70,7 +72,7 @@ class SettingChange:
 
     @property
     def has_interval(self) -> bool:
-        """Whether the results differ, and the interval of the difference is known."""
+        """Whether the results differ and the interval of the difference is known."""
         return math.isfinite(self.half_width) and not self.difference.equal
 
     @property
@@ -133,7 +135,8 @@ def page(uri: str, first: str, second: str, allow: Sequence[str]) -> FindingsPag
         name for name, sweep in zip(names, sweeps, strict=True) if not _runs(sweep.jobs)
     ]
     if without_runs:
-        # Else each key and package of the other sweep would count as a difference.
+        # Otherwise, each key and package of the other sweep would count as a
+        # difference.
         text = f"Nothing to compare: no job of {joined(without_runs)} has a run."
         what_differs = SweepFinding("keys", text)
     else:
@@ -234,7 +237,7 @@ class SharedSetting:
 def shared_settings(sweeps: Sequence[SweepResult]) -> list[SharedSetting]:
     """Return the settings that both sweeps have, in the order of the first one.
 
-    A key that only one of them varies has to have the same value in the other one.
+    If only one sweep varies a key, the value must be that of the other sweep.
     """
     first, second = sweeps
     keys = {plain.short(key, "")[:-1]: key for key in (*first.varied, *second.varied)}
@@ -458,7 +461,7 @@ def _result_sentences(result: ResultChanges) -> str:
         return f"{text} Both sweeps end with the same values at all {settings}."
 
     if BETTER not in changes_by_verdict and WORSE not in changes_by_verdict:
-        text += " No setting can be told apart."
+        text += " At no setting can the sweeps be told apart."
     for verdict, sentence in _SENTENCES.items():
         if verdict in changes_by_verdict:
             text += f" {sentence} {joined(changes_by_verdict[verdict])}."

@@ -137,7 +137,7 @@ def _target_value(losses: Sequence[Array]) -> float | None:
     if len(near) == len(minima):
         return minima[-1]
     reached_by_half = minima[(len(minima) - 1) // 2]
-    # Where the losses of half of the jobs only rose, that is where they began.
+    # If the losses of half of the jobs only rose, this is their loss at the start.
     if reached_by_half >= start:
         return near[-1]
     return reached_by_half

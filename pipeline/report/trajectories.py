@@ -32,8 +32,9 @@ _OF_NO_UPDATE = (
 )
 # Names of params that stand for what the user has set.
 _NAMES = {"derived.effective_batch_size": "effective batch"}
-# The largest growth of a difference in one update that training may cause. It doubled
-# rounding in each of 20 updates, see `rounding.Rounding`; single updates do more.
+# The largest growth of a difference in one update that training may cause. Training
+# doubled rounding in each of 20 updates, see `rounding.Rounding`; a single update may
+# amplify it more.
 _GROWTH = 100.0
 # The largest relative difference of two finite losses.
 _LARGEST = 2.0
@@ -56,7 +57,7 @@ class TrajectoryPair:
         curve: the relative difference between their training losses, at each update
             that both logged.
         shares: the same differences, relative to the largest loss so far. So they stay
-            small if the losses are 0 but for rounding.
+            small if the losses are 0 apart from rounding.
     """
 
     base: JobResult
@@ -221,7 +222,7 @@ def findings(sweep: SweepResult) -> list[SweepFinding]:
 
 
 def _varies_the_cut(jobs: list[JobResult]) -> bool:
-    """Return whether the names of some jobs differ in the cut of the batch alone."""
+    """Return whether the names of some jobs differ only in how the batch is cut."""
     alike = grouped(jobs, lambda job: job.without(_CUT_IN_NAMES))
     return any(len({job.group for job in of_batch}) > 1 for of_batch in alike.values())
 

@@ -41,8 +41,10 @@ _HEADLINES = {
     "pays": "Accumulate by {factor}",
     "not": "Do not accumulate",
     "few": "There are not enough seeds to tell",
-    "unvaried": "Chance is not known, as the results do not vary over the seeds",
-    "same": "Accumulating makes no difference within the seeds",
+    "unvaried": (
+        "The effect of chance is unknown, as the results do not vary over the seeds"
+    ),
+    "same": "Accumulating makes no difference beyond the variation over seeds",
 }
 
 # Values that need no quotes in an override.
@@ -240,9 +242,9 @@ def _jobs_of_equal_memory(
 
 
 def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
-    """Return the jobs without an end that a verdict on jobs like `job` has to include.
+    """Return the unended jobs that a verdict on jobs like `job` has to include.
 
-    The micro-batch of a job without a run is not known, so it counts in any case.
+    The micro-batch of a job without a run is unknown, so this job is always returned.
     """
     missing = []
     for other in sweep.jobs:
@@ -304,7 +306,7 @@ def _why_no_pair(jobs: list[JobResult]) -> str:
     names = joined(sorted(keys))
     return (
         f"while jobs with factor 1 and jobs with larger factors differ in {names}, too: "
-        "sweep accumulation.factor and optimizer.learning_rate as keys of their own"
+        "sweep accumulation.factor and optimizer.learning_rate as separate keys"
     )
 
 
@@ -424,8 +426,8 @@ def _overrides_of_settings(
 ) -> list[str]:
     """Return the overrides that select the settings of some jobs of a sweep.
 
-    A swept key is left alone if its values have to be quoted, or if another swept key
-    has the same name in the names of the jobs.
+    A swept key gets no override if its values have to be quoted, or if another swept
+    key has the same name in the names of the jobs.
     """
     names = [plain.short(key, "") for key in sweep.varied]
     overrides = []
@@ -443,7 +445,7 @@ def _overrides_of_settings(
             continue
         choices = ",".join(map(str, values))
         if len(values) == 1:
-            # The key has to stay a swept one, as it is in the names of the jobs.
+            # Keep the key swept, since it is in the names of the jobs.
             choices = f"choice({choices})"
         overrides.append(f"{key}={choices}")
     return overrides
@@ -553,7 +555,7 @@ def _interval(contrast: BudgetContrast) -> str:
     least = contrast.result.lower
     most = contrast.result.upper
     if math.isinf(least) or math.isinf(most):
-        return "chance is not known, as the seeds do not vary"
+        return "the effect of chance is unknown, as the results do not vary"
     if least < 0 < most:
         ends = f"lower by {number(-least)} to higher by {number(most)}"
     else:

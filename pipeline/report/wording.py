@@ -59,10 +59,10 @@ def unit_of(value: float, scale: Scale) -> Unit:
 def plus_minus(value: float, deviation: float, scale: Scale = PLAIN) -> str:
     """Return `value ± deviation`, both in the unit of the value.
 
-    Both have as many decimals as two significant digits of the deviation need, so none
-    if the deviation in this unit is 10 or more. If the deviation is 0 or below 1e-7, or
-    if the magnitude of one of the two is a million or more, `number` formats both
-    instead. A value that is rounded to 0 has no sign.
+    Both have as many decimals as two significant digits of the deviation need, which is
+    none if the deviation in this unit is 10 or more. If the deviation is 0 or below
+    1e-7, or if the magnitude of one of the two is a million or more, `number` formats
+    both instead. A value that is rounded to 0 has no sign.
     """
     unit = unit_of(value, scale)
     value /= unit.divisor

@@ -290,7 +290,7 @@ def test_a_branch_that_failed_for_what_is_not_finite_diverged(last, failure):
     finding = next(iter(critical_batch.branch_findings(sweep)))
     assert finding.figures["critical"] == 128
     assert finding.figures["diverged"] == 256
-    assert " With 256 it diverged." in finding.text
+    assert " With a batch of 256, training diverged." in finding.text
 
     # A branch that failed for another reason is missing.
     lost = replace(jobs[-1], tags={"start.update": "5", "failure": "Killed"})

@@ -317,7 +317,7 @@ def test_what_to_try_next(by_batch):
     # What several devices may do does not contradict the advice for one.
     assert by_batch["next"].text.startswith("On this machine take factor=1 batch=32: ")
     assert by_batch["next"].text.endswith(
-        " With more devices, enlarge the batch by replicas and not by the factor: an "
+        " With more devices, enlarge the batch by replicas, not by the factor: an "
         "effective batch of up to 256 takes fewer updates to the target, at the price "
         "of more examples."
     )
@@ -489,8 +489,8 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
     assert finding.figures["difference"] is None
     assert "so they differ" not in finding.text
     assert (
-        "The next is factor=2, 0.005556 behind; as neither varies over its seeds, "
-        "chance is not known"
+        "The next is factor=2, 0.005556 behind; as the results of neither vary over its "
+        "seeds, the effect of chance is unknown"
     ) in finding.text
 
 
@@ -539,7 +539,7 @@ def test_a_final_result_that_is_better_by_other_seeds_is_named_so():
 
 def test_why_chance_is_not_known_fits_the_number_of_seeds():
     equal = with_accuracies({1: (0.1, 0.1, 0.1), 2: (0.3, 0.3, 0.3)})
-    assert "behind; as neither varies over its seeds" in (
+    assert "behind; as the results of neither vary over its seeds" in (
         ranking.final_result(equal).text
     )
     two = with_accuracies({1: (0.1, 0.2), 2: (0.3, 0.4)})

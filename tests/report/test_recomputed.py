@@ -370,7 +370,7 @@ def check_ranking(
             if statistics.mean(apart) <= half_width(apart, 0.025):
                 vary.append(group)
         words = re.findall(
-            r"Not told apart from the best, as seeds vary: (.*?)\.", text
+            r"Not told apart from the best over the seeds: (.*?)\.", text
         )
         assert ", ".join(words) == ", ".join(vary)
 

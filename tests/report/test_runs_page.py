@@ -289,8 +289,8 @@ def test_a_run_that_was_not_shipped_is_read_from_its_journal(tmp_path, monkeypat
     assert curve.steps.tolist() == [1, 2, 3]
     assert command.report(["run", "--out", "page.html"]) == 0
     page = Path("page.html").read_text()
-    assert "not in a store yet, before pipeline sync" in page
-    assert "Without 1 value that cannot be drawn" in page
+    assert "not in a store yet; pipeline sync uploads it" in page
+    assert "NaN or infinite values that are not drawn: 1." in page
     # No store was needed, and none was made.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "run"]
 
@@ -367,7 +367,7 @@ def test_what_is_no_request_is_one_line_and_creates_nothing(runs, tmp_path):
         f"report --filter 'tags.' {uri}": "--filter must be a filter string of MLflow",
         f"report {start} --filter 'tags.a=1' {uri}": "SWEEP or RUN must be left out",
         f"report {sweep} --out x.html {uri}": "--out must be left out",
-        f"report {sweep} {start} {uri}": "SWEEP or RUN must be runs alone, one sweep",
+        f"report {sweep} {start} {uri}": "SWEEP or RUN must name only runs, one sweep",
         f"report {start} --out . {uri}": "--out must be a file that can be written",
         f"report {start} {uri} --info": "--info must be left out",
     }

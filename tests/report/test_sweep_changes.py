@@ -144,7 +144,7 @@ def test_one_seed_says_nothing_about_chance(store):
     page = compared(store, planted(store, {1: [1.0]}), planted(store, {1: [0.5]}))
     result = result_on(page)
     assert [result.verdict(change) for change in result.changes] == ["chance not known"]
-    assert "Chance is not known" in page.findings[2].text
+    assert "The effect of chance is unknown" in page.findings[2].text
     assert "Intervals" not in page.findings[2].text
 
 

@@ -160,7 +160,9 @@ def test_losses_that_only_rose_set_no_target():
     sweep = evaluated_before({1: falling, 2: rising, 4: rising})
     assert sweep.target.value == 1
     finding = first_on(sweep, "time_to_target")
-    assert "reached by 1 of the 3 jobs, as others did not get near" in finding.text
+    assert (
+        "reached by 1 of the 3 jobs, since others did not get near it" in finding.text
+    )
     assert list(finding.figures["groups"]) == ["factor=1"]
 
 
@@ -180,7 +182,7 @@ def test_jobs_without_a_finite_loss_set_no_target(lost):
     if lost == 1:
         assert "reached by half of the jobs" in text
     else:
-        assert "reached by 1 of the 3 jobs, as others did not get near" in text
+        assert "reached by 1 of the 3 jobs, since others did not get near it" in text
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -449,7 +451,7 @@ def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
         text_by_scale[scale] = first_on(sweep, "noise_scale").text
     assert "treat it as a lower bound" in text_by_scale[40.0]
     assert "It agrees with the critical batch" in text_by_scale[400.0]
-    assert "so it is no lower bound" in text_by_scale[4000.0]
+    assert "so it is not a lower bound" in text_by_scale[4000.0]
 
 
 @pytest.mark.parametrize(

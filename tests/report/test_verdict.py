@@ -319,7 +319,7 @@ def test_one_seed_asks_for_two_more_and_has_no_word_of_chance():
 def test_a_difference_that_would_take_too_many_seeds_is_within_them():
     finding = verdict_of(sweep_of({1: [2.0, 2.1, 1.9], 4: [2.02, 2.08, 1.905]}))
     assert finding.text.startswith(
-        "Accumulating makes no difference within the seeds: "
+        "Accumulating makes no difference beyond the variation over seeds: "
     )
     assert finding.figures["state"] == "same"
 
@@ -337,7 +337,7 @@ def test_seeds_that_change_nothing_are_not_asked_for_again(seeds):
     assert finding.figures["command"] == ""
     assert finding.figures["take"] is None
     assert finding.text.startswith(
-        "Chance is not known, as the results do not vary over the seeds: "
+        "The effect of chance is unknown, as the results do not vary over the seeds: "
     )
     assert "more seed" not in finding.text
 
@@ -560,7 +560,7 @@ def test_why_coupled_settings_are_not_compared():
     assert finding.text.endswith(
         "that finished with a loss, while jobs with factor 1 and jobs with larger "
         "factors differ in arm, too: sweep accumulation.factor and "
-        "optimizer.learning_rate as keys of their own."
+        "optimizer.learning_rate as separate keys."
     )
 
 
