@@ -50,8 +50,8 @@ _LAUNCHER_KEYS = (
 _HYDRA_KEYS = re.compile(
     rf"hydra\.(sweeper\.({_SWEEPER_KEYS})|launcher\.({_LAUNCHER_KEYS}))"
 )
-# By launcher, a pattern of the launcher parameters that it lacks. They are dropped,
-# since the recorded sweep may have used another launcher.
+# For each launcher, a pattern of the parameters that it lacks. They are dropped, since
+# the recorded sweep may have used another launcher.
 _FOREIGN_PARAMETERS = {
     **dict.fromkeys(_LOCAL, r"hydra\.launcher\.(?!timeout_min=)"),
     "basic": r"hydra\.launcher\.",
@@ -63,7 +63,7 @@ _NEVER = ("hydra", "trust", "defaults")
 _DOWNLOADING = re.compile(r"dataset\.(validations\.\w+\.)?(name|builder|download)")
 _MAX_VALUES = 10_000  # maximum number of values of one swept override
 
-_OWN_CONFIG = "must be of your own config, not of one from a tracking store"
+_OWN_CONFIG = "must come from your own config, not from a tracking store"
 
 
 def recordable(overrides: Iterable[str]) -> list[str]:
@@ -82,11 +82,12 @@ def unrecorded(overrides: Iterable[str]) -> list[str]:
 def to_repeat(overrides: Sequence[str], config: DictConfig) -> list[str]:
     """Return the overrides of a sweep that its command with `--again` must repeat.
 
-    These are the ones that are not recorded, and all if the record is not trusted.
+    These are the ones that are not recorded, or all of them if the record is not
+    trusted.
 
     Args:
         overrides: the overrides with which the sweep began.
-        config: the user's config, with those of the overrides that are not recorded.
+        config: the user's config, with the overrides that are not recorded.
     """
     recorded = recordable(overrides)
     others = unrecorded(overrides)
@@ -129,10 +130,10 @@ def trusted_overrides(
     except ConfigError as error:
         cause = str(error).rstrip(".")
         rule = (
-            "come from the store, and this one must be given again "
-            f"on the command line ({cause})"
+            "must be given again on the command line, since the store is not trusted "
+            f"({cause})"
         )
-        raise ConfigError("the sweep's overrides", rule) from error
+        raise ConfigError("a recorded override", rule) from error
     return _without_foreign_parameters(recorded, command_line)
 
 
@@ -255,7 +256,7 @@ def _parse(text: str) -> _RecordedOverride:
         alternatives = _alternatives(parsed)
     except (HydraException, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
-            "override", f"must be one of Hydra's ({first_line(error)})", str(text)
+            "override", f"must follow Hydra's grammar ({first_line(error)})", str(text)
         ) from None
     if HIDDEN in text:
         rule = "was a secret and is not in the record"
@@ -279,7 +280,7 @@ def _without_sweeper_prefix(override: _RecordedOverride) -> str:
 def _check_hydra_value(key: str, value: str) -> None:
     if key in _CHOICES:
         if value not in _CHOICES[key]:
-            rule = "must be a choice of this package"
+            rule = "must be an option of this package"
             raise ConfigError(key, rule, value, _CHOICES[key])
     elif not _PLAIN.fullmatch(value):
         raise ConfigError(key, "must be a plain word or number", value)

@@ -22,7 +22,7 @@ class BasicLauncher(SweepLauncher):
         """Return one slot without GPUs.
 
         Raises:
-            ConfigError: a job has several workers, and a process can join a TensorFlow
+            ConfigError: a job has several workers, but a process can join a TensorFlow
                 cluster only once.
         """
         if any(hardware.workers != 1 for hardware in hardware_of_jobs):

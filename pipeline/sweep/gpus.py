@@ -29,8 +29,8 @@ def slots(
     for hardware in hardware_of_jobs:
         if hardware.gpu is not None:
             rule = (
-                "cannot be set in a sweep, which gives each job its GPUs: "
-                "CUDA_VISIBLE_DEVICES selects those of the sweep"
+                "must be left out in a sweep, which assigns GPUs to its jobs: select "
+                "the sweep's GPUs with CUDA_VISIBLE_DEVICES"
             )
             raise ConfigError("hardware.gpu", rule, hardware.gpu)
 

@@ -112,7 +112,7 @@ class SweepLauncher(Launcher):
                 for override in _parsed(self._sweep_overrides())
                 if override.is_sweep_override()
             ]
-            rule = "must match at least one config, for a sweep to have a job"
+            rule = "must select at least one option, so that the sweep has a job"
             raise ConfigError("override", rule, " ".join(map(str, swept)))
         plan = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(plan.hardware_of_jobs)]
@@ -348,7 +348,7 @@ def _check_folder(config: DictConfig) -> None:
 
 
 def _check_for_secrets(config: DictConfig) -> None:
-    """Reject a config with a secret: Hydra and submitit write configs to files."""
+    """Reject a config with a secret, as Hydra and submitit write configs to files."""
     values = OmegaConf.to_container(config, resolve=False)
     for key, value in leaves(values).items():
         if isinstance(value, str) and mask(value) != value:

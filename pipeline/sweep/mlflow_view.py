@@ -69,7 +69,7 @@ def announce(parent: ParentRun, closed: threading.Event) -> None:
     url = page_url(parent.uri, fragment)
     condition = ""
     if url.startswith(LOCAL_SERVER):
-        condition = " (once `pipeline ui` runs, which prints it with its port)"
+        condition = " (start `pipeline ui`, which prints this address with its port)"
     say(f"compare its runs: {url}{condition}")
     threading.Thread(target=_update_ranges, args=[parent, closed], daemon=True).start()
 

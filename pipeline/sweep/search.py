@@ -113,7 +113,7 @@ class SearchSweeper(Sweeper):
             import optuna
         except ImportError:
             rule = (
-                "must be one that is installed; this one needs Optuna: "
+                "must be another sweeper unless Optuna is installed: "
                 "pip install 'optuna>=4,<6'"
             )
             raise ConfigError("hydra/sweeper", rule, "search") from None

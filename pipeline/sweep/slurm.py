@@ -30,7 +30,7 @@ from pipeline.sweep.job_task import JobTask, importing_only_this_package
 from pipeline.sweep.launcher import SweepLauncher
 from pipeline.sweep.running_sweep import RunningSweep
 
-# State of a job that `squeue` does not list: it has ended minutes ago.
+# State of a job that `squeue` does not list: it ended minutes ago.
 _UNLISTED = "gone"
 _ENDED_STATES = (
     "COMPLETED",
@@ -70,7 +70,7 @@ class SlurmLauncher(SweepLauncher):
             ConfigError: this machine has no `sbatch`.
         """
         if shutil.which("sbatch") is None:
-            rule = "must be one of this machine, which has no sbatch"
+            rule = "must be another launcher on this machine, which has no sbatch"
             raise ConfigError("hydra/launcher", rule, "submitit_slurm")
         at_once = self.params.get("array_parallelism") or _MOST_AT_ONCE
         return [[] for _ in range(at_once)]

@@ -34,7 +34,10 @@ def check(overrides: Sequence[Override]) -> None:
     jobs = math.prod(jobs_by_key.values())
     if jobs > MOST_JOBS:
         largest = max(jobs_by_key, key=lambda key: jobs_by_key[key])
-        rule = f"must leave a sweep of at most {MOST_JOBS:,} jobs, which has {jobs:,}"
+        rule = (
+            f"must have fewer values: the sweep has {jobs:,} jobs, and at most "
+            f"{MOST_JOBS:,} are allowed"
+        )
         received = {
             override.get_key_element(): _text(override) for override in overrides
         }

@@ -24,8 +24,8 @@ for descriptor in os.listdir("/proc/self/fd"):
     # Exit if an import has opened a device. Jobs then do not use the forkserver.
     if os.path.realpath(f"/proc/self/fd/{descriptor}").startswith(gpus.DEVICES):
         sys.exit(
-            "pipeline: importing TensorFlow has opened a device: "
-            "each job imports it for itself"
+            "pipeline: importing TensorFlow has opened a device, so "
+            "each job imports TensorFlow itself"
         )
 
 

@@ -274,7 +274,7 @@ def _check_top_level(config: Mapping[str, Any], gate: Gate) -> None:
     """Reject values that only the user may set: Hydra's keys, and another store."""
     for key in ("hydra", "defaults"):
         if key in config:
-            rule = "must be of your own config, not of one from a tracking store"
+            rule = "must come from your own config, not from a tracking store"
             raise ConfigError(key, rule, str(config[key]))
     tracking = config.get("tracking")
     if isinstance(tracking, Mapping):

@@ -363,8 +363,8 @@ CONFIG = {
         "hardware.gpu selects GPUs, but hardware.device=cpu uses none. Received: 0."
     ),
     "train -m hardware.gpu=0,1": (
-        "hardware.gpu cannot be set in a sweep, which gives each job its GPUs: "
-        "CUDA_VISIBLE_DEVICES selects those of the sweep. Received: 0."
+        "hardware.gpu must be left out in a sweep, which assigns GPUs to its jobs: "
+        "select the sweep's GPUs with CUDA_VISIBLE_DEVICES. Received: 0."
     ),
     "train hardware.memory=0": (
         "hardware.memory must be a size such as 8GiB, or null. Received: 0."

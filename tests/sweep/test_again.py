@@ -214,8 +214,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_what_could_must_be_given_again(text):
-    rule = "come from the store, and this one must be given again"
-    with pytest.raises(ConfigError, match=f"the sweep's overrides {rule}"):
+    rule = "a recorded override must be given again on the command line"
+    with pytest.raises(ConfigError, match=rule):
         replay("training.epochs=1", text)
     repeated = replay("training.epochs=1", text, command_line=(text,))
     assert repeated == ["training.epochs=1"]
@@ -232,7 +232,7 @@ def test_what_could_must_be_given_again(text):
     ids=["range", "digits", "deep", "nested"],
 )
 def test_what_takes_all_memory_to_read_is_refused(text):
-    with pytest.raises(ConfigError, match="the sweep's overrides come from the store"):
+    with pytest.raises(ConfigError, match="a recorded override must be given again"):
         replay(text)
 
 
@@ -243,7 +243,7 @@ def test_a_hostile_record_runs_nothing(tmp_path):
     made.tag(made.run_id, **{"sweep.overrides": json.dumps(evil[:1])})
     made.end("FAILED")
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
-    assert "hydra.callbacks.evil must be of your own config" in done.stderr
+    assert "hydra.callbacks.evil must come from your own config" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["mlruns"]
 

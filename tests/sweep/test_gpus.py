@@ -66,7 +66,7 @@ def test_a_job_gets_the_gpus_that_tensorflow_lists(monkeypatch, capsys):
 
 
 def test_a_sweep_rejects_the_key_that_names_the_gpu_of_a_run(monkeypatch):
-    rule = r"cannot be set in a sweep, .* CUDA_VISIBLE_DEVICES .* Received: 1"
+    rule = r"must be left out in a sweep, .* CUDA_VISIBLE_DEVICES. Received: 1"
     with pytest.raises(ConfigError, match=rf"hardware\.gpu {rule}"):
         slots(monkeypatch, "0,1", {"gpu": 1})
 

@@ -372,7 +372,7 @@ def test_a_process_that_has_opened_a_device_is_not_forked(tmp_path):
         timeout=120,
     )
     assert done.stdout == "True ['spawn']\n", done.stderr
-    assert "has opened a device: each job imports it for itself" in done.stderr
+    assert "has opened a device, so each job imports TensorFlow itself" in done.stderr
 
 
 @pytest.mark.slow

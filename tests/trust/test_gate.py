@@ -335,8 +335,8 @@ REFUSED = [
         {"_target_": "evil.run", "_partial_": True},
         "training.shown.it._target_ of a config from a tracking store",
     ),
-    ("hydra", {"mode": "RUN"}, "hydra must be of your own config"),
-    ("defaults", ["evil"], "defaults must be of your own config"),
+    ("hydra", {"mode": "RUN"}, "hydra must come from your own config"),
+    ("defaults", ["evil"], "defaults must come from your own config"),
     # what Keras would build from a mapping
     ("training.loss", KERAS_OBJECT, "training.loss.class_name"),
     (
