@@ -127,7 +127,7 @@ def _parser() -> Parser:
         "--examples",
         type=int,
         metavar="N",
-        help=f"of each branch; default: of {UPDATES} updates",
+        help=f"the examples of each branch; default: those of {UPDATES} updates",
     )
     parser.add_argument(
         "--again",
@@ -210,8 +210,8 @@ def _branches(
     most = min(LARGEST * batch, training_examples, examples // LEAST_UPDATES)
     if most < 2 * batch:
         rule = (
-            f"must be at least {2 * LEAST_UPDATES * batch}, and the training split "
-            f"at least {2 * batch} ({training_examples})"
+            f"must be at least {2 * LEAST_UPDATES * batch}, with at least {2 * batch} "
+            f"training examples (there are {training_examples})"
         )
         raise ConfigError("--examples", rule, examples)
     sizes = [batch]

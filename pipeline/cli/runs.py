@@ -65,7 +65,7 @@ class ListedRun:
         not_shipped: the number of updates whose rows the store lacks, or None if
             unknown.
         sync_command: the command that uploads what the store lacks, or "" if it lacks
-            nothing or that is unknown.
+            nothing or if that is unknown.
         next_command: the command that continues the run, or else uploads it, or "" if
             there is none.
     """
@@ -130,7 +130,8 @@ class _Query:
         folders: run directories, or folders that contain them; empty for the working
             directory and the store.
         filter: MLflow's filter string for runs, or None.
-        statuses: what the filter asks of the list's own words for a status, or None.
+        statuses: the filter's comparisons of the status with words of the list, or
+            None.
         experiment: the experiment that the filter string is for, or None for all.
         sort: a column or a metric.
         reverse: whether the order is the opposite of the default one.
@@ -173,20 +174,20 @@ def _query(arguments: Sequence[str]) -> _Query:
     parser.add_argument(
         "--filter",
         metavar="TEXT",
-        help="only the runs that MLflow's filter string selects in the store, such as "
-        "\"tags.team='vision'\"; status also takes the list's words",
+        help="list only the runs of the store that MLflow's filter string selects, "
+        "such as \"tags.team='vision'\"; a status may also be one of the list's words",
     )
     parser.add_argument(
         "--sort",
         metavar="METRIC_OR_COLUMN",
         default=STARTED,
-        help="a metric, such as val/loss, the best run first; or a column: "
-        f"{', '.join(COLUMNS)}; default {STARTED}, the newest run first",
+        help="sort by a metric, such as val/loss, with the best run first, or by a "
+        f"column: {', '.join(COLUMNS)}; default {STARTED}, with the newest run first",
     )
     parser.add_argument(
         "--reverse",
         action="store_true",
-        help="the opposite order: by default, the oldest run first",
+        help="reverse the order; without --sort, the oldest run then comes first",
     )
     parser.add_argument(
         "--limit",
@@ -374,8 +375,8 @@ class _Stored:
     def command_of_sweep(self, run_dir: Path, summary: JournalSummary) -> str:
         """Return the command that runs the unfinished jobs of a run's sweep.
 
-        It is that of the run alone if the sweep is not known, or cannot be repeated, and
-        "" if the sweep still runs.
+        If the sweep is not known or cannot be repeated, it is the command for this run
+        alone. It is "" if the sweep still runs.
         """
         if is_locked(run_dir.parent / sweep_file.NAME):
             return ""
@@ -396,10 +397,10 @@ class _Stored:
         return sync_command(str(run_dir), uri)
 
     def _run(self, summary: JournalSummary) -> Any:
-        """Return the run of a journal, or None if it is not known to be there."""
+        """Return the store's run for a journal, or None if no such run is known."""
         if summary.run_id:
             return self.newest.get(summary.run_id) or self.others.get(summary.run_id)
-        # It may have been offline at first, and be in the store since.
+        # A run that was offline at first may have been uploaded since.
         for run in self.newest.values():
             if run.data.tags.get("journal") == summary.start.tags.get("journal", ""):
                 return run
@@ -495,8 +496,8 @@ class _Columns:
     Attributes:
         experiment: that of the experiment.
         name: that of the name.
-        metric: the largest one of a metric.
-        shared: words that all names have, which a name that is too long leaves out.
+        metric: the largest width of a metric.
+        shared: words that all names have. They are left out of names that are too long.
     """
 
     experiment: int

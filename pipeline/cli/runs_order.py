@@ -38,8 +38,8 @@ def sorted_runs(
 ) -> list[ListedRun]:
     """Return the runs in the order of a column, or of a metric, the best one first.
 
-    Runs without a value come last, and those of equal values begin with the newest. By
-    a metric, the runs show this metric.
+    Runs without a value come last, and those of equal values begin with the newest. If
+    the key is a metric, the runs show this metric.
 
     Args:
         entries: the runs.
@@ -49,8 +49,8 @@ def sorted_runs(
             last.
 
     Raises:
-        ConfigError: no run has this metric, or the `last` or the `best` values are of
-            several metrics.
+        ConfigError: no run has this metric, or the column `last` or `best` has values
+            of several metrics.
     """
     newest_first = [entry.run for entry in entries]
     newest_first.sort(key=lambda run: run.started_at, reverse=True)
@@ -76,18 +76,18 @@ def _metric_of(runs: Sequence[ListedRun], column: str) -> str:
     """Return the metric of a column of results."""
     metrics = {run.metric for run in runs if getattr(run, column) is not None}
     if len(metrics) > 1:
-        rule = "must be a metric: the listed runs have different ones in this column"
+        rule = "must be a metric, since this column has values of several metrics"
         raise ConfigError("--sort", rule, column, sorted(metrics))
     return "".join(metrics)
 
 
 def _check_metric(key: str, entries: Sequence[Entry]) -> None:
-    """Reject a name that is no metric of any run."""
+    """Reject a name that is not a metric of any run."""
     names: set[str] = set()
     for entry in entries:
         names.update(entry.metrics)
     if key not in names:
-        rule = "must be a column, or a metric that a run of the list has"
+        rule = "must be a column or a metric of a listed run"
         raise ConfigError("--sort", rule, key, [*COLUMNS, *sorted(names)])
 
 

@@ -83,7 +83,7 @@ def _find_run(start: str) -> Path | None:
 
 
 def _stop_sweep(folder: Path, config: DictConfig) -> None:
-    """End the process that runs the sweep in a folder, or else ask it by the tag."""
+    """End the process that runs the sweep in a folder, by a signal or by the tag."""
     file = folder / sweep_file.NAME
     content = sweep_file.read(folder) or {}
     run_id = str(content.get("run_id"))
@@ -142,7 +142,7 @@ def _stop_in_store(start: str, config: DictConfig) -> None:
 
 
 def _request(client: Any, runs: Sequence[Any], received: str) -> None:
-    """Set the tag of those runs that are running.
+    """Set the tag on those runs that are running.
 
     Args:
         client: an MLflow client for the store.

@@ -51,7 +51,7 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def _command_of_multirun(arguments: Sequence[str], run_id: str) -> list[str]:
-    """Return the command that runs what is missing of a sweep of `train -m`.
+    """Return the command that runs the missing jobs of a sweep of `train -m`.
 
     Args:
         arguments: the arguments of `train`.
@@ -90,8 +90,8 @@ def _to_repeat(
     Args:
         file: Hydra's arguments that select the config of the sweep.
         overrides: the overrides on the command line.
-        is_recorded: whether the sweep's record is of these overrides. If not, all are
-            repeated.
+        is_recorded: whether these overrides are those that the sweep recorded. If not,
+            all are repeated.
     """
     overrides = _repeatable(overrides)
     if not is_recorded:
@@ -106,8 +106,8 @@ def _to_repeat(
 def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package.
 
-    With --again, NAME may also name a sweep of `pipeline train -m`: it is `multirun`,
-    or the name that --config-name has given.
+    With --again, NAME may also name a sweep of `pipeline train -m`: this name is
+    `multirun`, or the value of --config-name.
     """
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
@@ -146,9 +146,9 @@ def _unknown_sweep(
     """Return the error for a name that is not that of a sweep file."""
     rule = "must name a sweep"
     if name == MULTIRUN:
-        rule += " (without a file, it is `pipeline train -m`)"
+        rule += " (`pipeline train -m` runs a sweep without a file)"
     elif _is_config(name, config_dir):
-        rule += f" (that config is swept by `pipeline train -m --config-name {name}`)"
+        rule += f" (`pipeline train -m --config-name {name}` sweeps that config)"
     return ConfigError("NAME", rule, name, files)
 
 
@@ -179,7 +179,7 @@ def _sweep_parser(files: Any) -> Parser:
 
 
 def _is_config(name: str, config_dir: str | None) -> bool:
-    """Return whether `train -m` may have named its sweep so: by a config, or not."""
+    """Return whether a sweep of `train -m` may have this name."""
     if name == MULTIRUN:
         return True
     path = Path(f"{name.removesuffix('.yaml')}.yaml")
@@ -251,7 +251,7 @@ def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
             deletions = shlex.join(f"~{key}" for key in kept)
             lines.append(
                 f"with {text}, {file.name} still sets {', '.join(kept)}: "
-                f"{deletions} removes what does not apply"
+                f"add {deletions} to remove what does not apply"
             )
     return lines
 

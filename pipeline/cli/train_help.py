@@ -23,7 +23,8 @@ All keys:
 def text(arguments: Sequence[str]) -> str:
     """Return the help for the config that the arguments compose.
 
-    The values of the keys are those of the config, so overrides are shown in effect.
+    The values of the keys are those of the config, so they show the effect of
+    overrides.
 
     Args:
         arguments: the command line, without the verb and the options `--help` and `-m`.

@@ -35,14 +35,14 @@ def ui(arguments: Sequence[str]) -> int:
         "--port",
         metavar="PORT",
         default="5000",
-        help="where to listen on 127.0.0.1; default 5000",
+        help="the port to listen on at 127.0.0.1; default 5000",
     )
     options, overrides = parser.parse_known_args(list(arguments))
     uri = compose.composed(overrides).tracking.uri
     if not options.port.isdecimal() or int(options.port) not in PORTS:
         raise ConfigError("--port", "must be from 1 to 65535", options.port)
     port = int(options.port)
-    rule = "must be a port that is free: choose another with --port"
+    rule = "must be a free port: choose another with --port"
     with as_config_error("--port", rule, port):
         socket.create_server((HOST, port)).close()
     return _serve(uri, port)

@@ -86,8 +86,8 @@ class Heartbeats:
         reductions: returns the number of all-reduces for which this process was ready.
         on_lost: called for a worker that has disconnected, reported an error, or is the
             straggler.
-        waits: returns whether this process still takes part in all-reduces. If not, it
-            does not look for stragglers.
+        waits: returns whether this process still takes part in all-reduces. If not,
+            this process does not look for stragglers.
     """
 
     def __init__(

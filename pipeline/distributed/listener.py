@@ -26,7 +26,7 @@ ANSWERING = 5.0  # seconds within which a stranger must answer the challenge
 LONGEST_GREETING = 2**20  # maximum bytes of the answer
 # Maximum number of connections that have not answered; the oldest ones are closed.
 MOST_STRANGERS = 128
-FREE = "must have an address of its own that is free"
+FREE = "must have a free address of its own"
 
 
 class WorkerConnection(JsonSocket):

@@ -246,7 +246,7 @@ def _with_traceback_kept(error: Exception) -> Exception:
     """Write the traceback of a failed run to a file in its run directory.
 
     Return a `RunError` whose one-line message names the file, or says why the file was
-    not written. A `ConfigError`, and an error from before the run was created, is
+    not written. A `ConfigError`, or an error from before the run was created, is
     returned unchanged.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)

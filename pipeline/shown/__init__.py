@@ -6,7 +6,7 @@ passes them to the tracker.
 
 - `plan` decides what can be shown of a dataset and an objective.
 - `observer` measures each example in the evaluation, on the device.
-- `collector` keeps the examples that are shown, and counts over all others.
+- `collector` keeps the examples that are shown, and counts over all examples.
 - `drawing`, `encoding` and `tables` turn them into files of bounded size.
 - `functions` calls the user's own functions.
 - `show` runs these steps once per evaluation.

@@ -45,7 +45,7 @@ class ClassForm:
         """Return the form of an output, or None if its labels are not classes.
 
         A binary or categorical cross-entropy of Keras decides it. For another loss,
-        labels are classes if they are integers, and the output has one axis more.
+        labels are classes if they are integers and the output has one more axis.
         """
         if not (isinstance(term.y, tf.Tensor) and isinstance(term.output, tf.Tensor)):
             return None
@@ -98,7 +98,7 @@ def _inner(term: Term) -> list[int | None]:
 def _from_logits(loss: keras.losses.Loss) -> bool | None:
     """Return whether the outputs are logits, or None if the loss does not say it.
 
-    A function as a loss says it by its argument `from_logits` in the config.
+    A loss function says so by its argument `from_logits` in the config.
     """
     arguments = getattr(getattr(loss, "fn", None), "keywords", {})
     from_logits = getattr(loss, "from_logits", arguments.get("from_logits"))

@@ -99,8 +99,8 @@ def confusion_matrix(counts: np.ndarray) -> Image.Image:
 def reliability_curve(reliability: Reliability) -> Image.Image:
     """Return a picture of the share of correct predictions by their confidence.
 
-    A bar shows the share in each bin of the confidence, and a line where the two are
-    equal. The title has the expected calibration error.
+    For each bin of the confidence, a bar shows the share. A line shows where the two
+    are equal. The title has the expected calibration error.
     """
     side = _CURVE + 2 * _MARGIN
     picture = Image.new("RGB", (side, side), "white")

@@ -63,7 +63,7 @@ def of_array(array: np.ndarray) -> Image.Image:
         array = array[..., 0]
     has_channels = array.ndim == 3 and array.shape[-1] in (3, 4)
     if not (array.ndim == 2 or has_channels) or not array.size:
-        rule = "must be of (height, width) or (height, width, 1, 3 or 4 channels)"
+        rule = "must have the shape (height, width) or (height, width, 1, 3 or 4)"
         raise ValueError(f"a picture {rule}. Received: shape {array.shape}")
     (values,) = to_bytes([array])
     return _plain(Image.fromarray(values))

@@ -69,7 +69,7 @@ class Functions:
     def results(self) -> tuple[dict[str, EncodedPicture], dict[str, str]]:
         """Return the pictures and the tables that the functions return, by name.
 
-        A function that fails is left out, and the first time a line says why.
+        The result of a function that fails is left out. Its first failure is printed.
         """
         pictures = {}
         columns = {}

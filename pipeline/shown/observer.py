@@ -10,7 +10,7 @@ import tensorflow as tf
 from pipeline.accumulation.internals import LossValues, Objective, Term
 from pipeline.shown.class_form import ClassForm
 
-MOST_NUMBERS = 8  # of a label or an output that is no class
+MOST_NUMBERS = 8  # of a label or an output that is not a class
 
 
 class OutputView(NamedTuple):
@@ -151,7 +151,7 @@ def _counted(weights: tf.Tensor | None, predicted: tf.Tensor) -> tf.Tensor:
 def _first_numbers(part: Any) -> Any:
     """Return the first `MOST_NUMBERS` numbers of each example, in float32.
 
-    The result is an empty tuple for what is no dense tensor of numbers.
+    The result is an empty tuple if the argument is not a dense tensor of numbers.
     """
     is_dense = isinstance(part, tf.Tensor) and part.shape.rank
     if not is_dense or part.dtype in (tf.string, tf.resource, tf.variant):

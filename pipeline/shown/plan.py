@@ -96,7 +96,7 @@ def input_to_show(
 ) -> ShownInput:
     """Return which part of the input is shown, and how.
 
-    A picture is preferred to a sequence of tokens or a text, and that to numbers.
+    Pictures are preferred to tokens and texts, and these are preferred to numbers.
 
     Args:
         inputs: the spec of the inputs of an example.
@@ -165,10 +165,10 @@ def make_plan(
 def _why_no_losses(objective: Objective, terms: Sequence[Term]) -> str:
     """Return why a single example has no loss, or "" if it has one."""
     if not terms or objective.over_batch:
-        return "the loss is not of single examples"
+        return "a single example has no loss of its own"
     for term in terms:
         if couples_examples(term.loss):
-            return "the loss is not of single examples"
+            return "a single example has no loss of its own"
         try:
             sums = weighted_sum(term.loss, term.y, term.output)
         except ValueError as error:

@@ -46,7 +46,7 @@ def of_columns(columns: Mapping[str, Any]) -> str:
         columns: the values of each column, by its name.
 
     Raises:
-        ValueError: a column is no sequence, or they differ in length.
+        ValueError: a column is not a sequence, or the columns differ in length.
     """
     values = []
     for name, column in columns.items():
@@ -58,7 +58,7 @@ def of_columns(columns: Mapping[str, Any]) -> str:
         values.append(list(column))
     if len({len(column) for column in values}) > 1:
         lengths = ", ".join(str(len(column)) for column in values)
-        raise ValueError(f"columns must be of one length. Received: {lengths}")
+        raise ValueError(f"columns must have the same length. Received: {lengths}")
     return as_csv(list(columns), list(zip(*values, strict=True)))
 
 

@@ -344,12 +344,12 @@ def test_a_filter_takes_the_words_of_the_list(folder):
         ),
         (
             ["--sort", "val/los"],
-            "--sort must be a column, or a metric that a run of the list has. Received: "
+            "--sort must be a column or a metric of a listed run. Received: "
             "'val/los'. Choices: started_at, status, experiment, name, last, best, ",
         ),
         (
             ["--sort", "last"],
-            "--sort must be a metric: the listed runs have different ones in this column. "
+            "--sort must be a metric, since this column has values of several metrics. "
             "Received: 'last'. Choices: train/loss, val/loss.",
         ),
         (

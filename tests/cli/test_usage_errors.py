@@ -39,7 +39,7 @@ def test_keys_that_a_sweep_file_sets_for_another_group_are_named(capsys):
     kept, kept_of_dataset, rejection = capsys.readouterr().err.splitlines()
     assert kept == (
         "with model=mlp, does_it_pay.yaml still sets model.width, model.blocks: "
-        "'~model.width' '~model.blocks' removes what does not apply"
+        "add '~model.width' '~model.blocks' to remove what does not apply"
     )
     assert kept_of_dataset.startswith("with dataset=digits, does_it_pay.yaml still")
     assert "training.epochs" in rejection

@@ -212,8 +212,7 @@ PREPARED = {
         "there. Received: 'BackupAndRestore'."
     ),
     "ui --port {open}": (
-        "--port must be a port that is free: choose another with --port (…). Received: "
-        "{open}."
+        "--port must be a free port: choose another with --port (…). Received: {open}."
     ),
     f"train {MLP} tracking.uri=sqlite:///other.db": (
         "tracking.uri must be a store that answers (…/other.db is a database of "

@@ -254,7 +254,7 @@ def test_a_port_is_kept_for_tensorflow():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
         taken = pytest.raises(
-            ConfigError, match="worker 1 must have an address of its own that is free"
+            ConfigError, match="worker 1 must have a free address of its own"
         )
         with socket.create_server(("0.0.0.0", port)), taken:
             reserve_port("worker 1", f"127.0.0.1:{port}")

@@ -551,7 +551,7 @@ def test_a_port_that_is_taken_is_refused(tmp_path):
         stderr = process.communicate(timeout=60)[1]
     assert process.returncode == 2
     assert last_word(stderr).startswith(
-        "pipeline: worker 0 must have an address of its own that is free ("
+        "pipeline: worker 0 must have a free address of its own ("
     )
 
 

@@ -122,7 +122,7 @@ def black(x, y, outputs):
         (lambda x, y, outputs: 3, "TypeError: it must return an array"),
         slow(
             lambda x, y, outputs: np.zeros((2, 2, 7)),
-            "ValueError: a picture must be of",
+            "ValueError: a picture must have the shape",
         ),
         slow(
             lambda x, y, outputs: {"a": 3},
@@ -130,7 +130,7 @@ def black(x, y, outputs):
         ),
         (
             lambda x, y, outputs: {"a": [1], "b": [1, 2]},
-            "ValueError: columns must be of",
+            "ValueError: columns must have the same",
         ),
         slow(lambda x: x, "TypeError: "),
     ],

@@ -97,7 +97,9 @@ def test_the_name_of_a_config_is_no_name_of_a_sweep_to_begin(tmp_path, monkeypat
     begins = r"swept by `pipeline train -m --config-name mine`\)\. Received: 'mine'"
     with pytest.raises(ConfigError, match=begins):
         train.sweep(["mine", "seed=0,1"])
-    with pytest.raises(ConfigError, match=r"without a file, it is `pipeline train -m`"):
+    with pytest.raises(
+        ConfigError, match=r"`pipeline train -m` runs a sweep without a file"
+    ):
         train.sweep([MULTIRUN])
     composed = compose.composed(["--config-name", "mine", "seed=7"])
     assert composed.seed == 7
