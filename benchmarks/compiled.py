@@ -2,8 +2,8 @@
 
 Ours is `pipeline.training.loop.Trainer` itself. Before the first turn it has timed its
 update with XLA and without, and taken the faster one. The others are Keras' `fit` with
-`jit_compile=True` and with an update an execution, and PyTorch by hand, eager and with
-`torch.compile`. Model, optimizer and examples are those of `benchmarks.peers`.
+`jit_compile=True` and with one update per execution, and PyTorch by hand, eager and
+with `torch.compile`. Model, optimizer and examples are those of `benchmarks.peers`.
 """
 
 from __future__ import annotations

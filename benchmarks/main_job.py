@@ -41,7 +41,7 @@ def measure(rounds: int) -> list[Figure]:
         Figure(
             "main",
             "digits",
-            "start to end",
+            "time from start to end",
             seconds[OURS],
             unit="s",
             best={who: min(values) for who, values in seconds.items()},

@@ -33,7 +33,7 @@ def measure(workload: Workload, rounds: int, seconds: float, xla: bool) -> list[
     updates = fit.updates_within(workload, seconds, xla)
     bodies = {
         "train": fit.ours(workload, updates, xla=xla),
-        "fit, an update an execution": fit.keras_fit(
+        "fit, one update per execution": fit.keras_fit(
             workload, updates, workload.factor
         ),
     }

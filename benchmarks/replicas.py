@@ -51,7 +51,7 @@ def measure(workload: Workload, rounds: int, seconds: float) -> list[Figure]:
             Figure(
                 "replicas",
                 workload.name,
-                f"speed of {count} logical ÷ 1",
+                f"speed with {count} logical devices ÷ with 1",
                 ratios(times[str(COUNTS[0])], times[str(count)]),
                 best=best,
                 best_unit="examples/s",

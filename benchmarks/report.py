@@ -83,7 +83,7 @@ def conditions(result: Mapping[str, Any], figures: Sequence[Summary]) -> str:
         f"Measured on {day} in {minutes:.0f} minutes with `make bench`, "
         f"on {result['device']}: {result['processors']} cores of "
         f"{result['processor']}, {result['platform']}; {', '.join(versions)}. "
-        f"Of {len(met)} targets {met.count(False)} were missed. "
+        f"Targets missed: {met.count(False)} of {len(met)}. "
         "All figures are in `docs/bench.json`."
     )
 

@@ -1,8 +1,8 @@
-"""Seconds from the start of a process to its answer, each in turn.
+"""Seconds from the start of a process to its answer; the processes take turns.
 
-To the first update is from the start of `pipeline train`, with its defaults, to the
-time stamp of the first row of its journal. TensorFlow's own import is measured beside
-it, in a process that does nothing else.
+The time to the first update is from the start of `pipeline train`, with its defaults,
+to the time stamp of the first row of its journal. TensorFlow's own import is measured
+alongside, in a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(starts: int) -> list[Figure]:
             existing_store_seconds.append(_first_update(store, store / "second"))
 
     return [
-        _answer_figure("--help", help_seconds),
+        _answer_figure("pipeline --help", help_seconds),
         _answer_figure("wrong config", rejection_seconds),
         _update_figure("new store", new_store_seconds, import_seconds),
         _update_figure("existing store", existing_store_seconds, import_seconds),
@@ -50,7 +50,12 @@ def measure(starts: int) -> list[Figure]:
 
 def _answer_figure(subject: str, seconds: list[float]) -> Figure:
     return Figure(
-        "startup", subject, "to the answer", seconds, unit="s", at_most=LONGEST_ANSWER
+        "startup",
+        subject,
+        "time to the answer",
+        seconds,
+        unit="s",
+        at_most=LONGEST_ANSWER,
     )
 
 
@@ -63,7 +68,7 @@ def _update_figure(
     return Figure(
         "startup",
         subject,
-        "to the first update − import tensorflow",
+        "time to the first update − time to import tensorflow",
         beyond_import,
         unit="s",
         best={

@@ -86,7 +86,7 @@ def measure(workload: Workload, rounds: int, seconds: float) -> list[Figure]:
         Figure(
             "tracking",
             workload.name,
-            "CPU of a logged update",
+            "CPU time of a logged update",
             [1e3 * measurement.cpu_seconds / measurement.logged],
             unit="ms",
             at_most=1.0,

@@ -110,7 +110,7 @@ def test_the_readme_counts_the_cases_as_they_were_measured():
     figures = json.loads((ROOT / "docs" / "bench.json").read_text())["figures"]
     medians = []
     for figure in figures:
-        if figure["what"] == "train ÷ fit, an update an execution":
+        if figure["what"] == "train ÷ fit, one update per execution":
             medians.append(figure["median"])
     assert len(medians) == 6
     assert speeds == ["1", f"{min(medians):.1f} to {max(medians):.1f}"]

@@ -14,7 +14,7 @@ from benchmarks.conformance.in_torch import Network, mean, penalty, size, total,
 from benchmarks.conformance.outcome import Outcome, Way, by_weights
 
 prepare = in_torch.prepare
-NO_LOG = Outcome(note="Accelerate logs what a loop gives it, and when")
+NO_LOG = Outcome(note="Accelerate logs only what the loop passes to it")
 
 
 class Prepared(NamedTuple):

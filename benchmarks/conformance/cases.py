@@ -30,19 +30,20 @@ class Case:
     """What is trained.
 
     Attributes:
-        name: in the JSON.
-        title: in the table.
-        trap: what goes wrong in a library that falls into it.
-        sizes: examples of each update of an epoch.
-        epochs: how many.
-        tokens: an example is a text of 1 to TIME tokens, and each token has a label.
+        name: the name in the JSON.
+        title: the title in the table.
+        trap: what goes wrong in a library that falls into the trap.
+        sizes: the number of examples of each update of an epoch.
+        epochs: the number of epochs.
+        tokens: whether an example is a text of 1 to TIME tokens, and each token has a
+            label.
         divided_by: of examples with weights, `count` for Σwl / N and `weights` for
             Σwl / Σw; empty if they have no weights.
         decay: update n, from 0, has the rate RATE · decayⁿ.
         clip: the largest norm of a gradient.
         penalty: this times the sum of all squared weights is added to the loss.
-        logged: the logged losses are compared, not the weights.
-        devices: how many share a micro-batch.
+        logged: whether the logged losses are compared, not the weights.
+        devices: the number of devices that share a micro-batch.
     """
 
     name: str
@@ -67,7 +68,7 @@ CASES = (
     Case(
         "equal",
         "equal micro-batches",
-        "nothing: the control, which all should get right",
+        "nothing; this is the control, which all should get right",
     ),
     Case(
         "ragged",
@@ -81,22 +82,23 @@ CASES = (
         "tail",
         "the tail of an epoch",
         "24 examples are one update of 16 and one of 8; the gradient of the last 8 "
-        "waits for the next epoch, or is divided by four micro-batches where there are "
-        "two",
+        "waits for the next epoch, or is divided by four micro-batches although there "
+        "are two",
         sizes=(16, 8),
         epochs=2,
     ),
     Case(
         "tokens",
         "texts of unequal length",
-        "1 to 8 tokens a text; the mean over the tokens of each micro-batch weighs "
-        "tokens of short texts more",
+        "a text has 1 to 8 tokens; the mean over the tokens of each micro-batch gives "
+        "tokens of short texts more weight",
         tokens=True,
     ),
     Case(
         "weights_by_count",
         "sample weights, Σwl / N",
-        "the mean that Keras takes by default; right wherever micro-batches are equal",
+        "the mean that Keras takes by default; right if all micro-batches are of equal "
+        "size",
         divided_by="count",
     ),
     Case(
@@ -109,43 +111,43 @@ CASES = (
     Case(
         "schedule",
         "a learning-rate schedule",
-        "the rate of update n is 0.5 · 0.75ⁿ; a schedule that counts micro-batches is "
-        "four times as far",
+        "the rate of update n is 0.5 · 0.75ⁿ; a schedule that counts micro-batches "
+        "advances four times as fast",
         sizes=(16,) * 6,
         decay=0.75,
     ),
     Case(
         "clipping",
         "clipping by the global norm",
-        "each micro-batch's gradient is clipped in place of their mean",
+        "the gradient of each micro-batch is clipped, instead of their mean",
         clip=0.05,
     ),
     Case(
         "penalty",
         "a term added to the loss",
-        "Σw² / 16, which should count once; with each micro-batch's part of a sum it "
-        "counts four times",
+        "Σw² / 16, which should count once; if it is added to each micro-batch's part "
+        "of a sum, it counts four times",
         penalty=0.0625,
     ),
     Case(
         "logs",
-        "the log: a row an update",
-        "four rows on one step, or one row with the loss of the last micro-batch, or a "
+        "the log: one row per update",
+        "four rows at one step, or one row with the loss of the last micro-batch, or a "
         "mean over the epoch",
         logged=True,
     ),
     Case(
         "devices",
         "two devices",
-        "equal micro-batches of 2 + 2 examples; the first case again where each half "
-        "has its device",
+        "the first case again, with micro-batches of 2 + 2 examples: each half is on "
+        "its own device",
         devices=2,
     ),
     Case(
         "devices_tokens",
         "two devices, texts of unequal length",
-        "the mean over devices of each one's mean weighs tokens as the mean of "
-        "micro-batches does",
+        "the mean of the devices' means gives tokens of short texts more weight, as "
+        "the mean of the micro-batches' means does",
         tokens=True,
         devices=2,
     ),

@@ -29,7 +29,7 @@ def fit(case: Case) -> Outcome:
     weights = _trained(case, log)
     if case.logged:
         note = (
-            "what callbacks get at the end of each batch, and MLflow's logs: "
+            "what callbacks get at the end of each batch, and what MLflow logs, is "
             "the mean over the epoch so far"
         )
         after_updates = logged[FACTOR - 1 :: FACTOR]
@@ -40,8 +40,8 @@ def fit(case: Case) -> Outcome:
     slower = dataclasses.replace(case, decay=case.decay ** (1 / FACTOR))
     adjusted = by_weights(_trained(slower), large.weights).error
     note = (
-        "it counts micro-batches, as its documentation says; "
-        f"with a schedule four times as long: {adjusted:.2g}"
+        "the schedule counts micro-batches, as the documentation says; "
+        f"with one four times as long, the error is {adjusted:.2g}"
     )
     return by_weights(weights, large.weights, note)
 

@@ -71,7 +71,7 @@ def accumulate_grad_batches(case: Case) -> Outcome:
         large = in_torch.large(case)
         if case.logged:
             losses = _logged_losses(Path(logger.log_dir) / "metrics.csv")
-            note = "`self.log` in `training_step`: that of the last micro-batch"
+            note = "`self.log` in `training_step` logs the loss of the last micro-batch"
             return by_log(losses, len(losses), large.losses, note)
     return by_weights(weights(module.parameters()), large.weights)
 

@@ -92,8 +92,8 @@ def multi_steps(case: Case) -> Outcome:
         return with_constant
 
     note = (
-        "`every_k_schedule` is a function that gives 4 and 2 in turn; "
-        f"with 4 throughout: {with_constant.error:.2g}"
+        "`every_k_schedule` is a function that returns 4 and 2 in turn; "
+        f"with 4 throughout, the error is {with_constant.error:.2g}"
     )
     in_turn = trained(lambda update: factors[update % len(factors)])
     return by_weights(in_turn, expected, note)

@@ -10,10 +10,10 @@ import numpy as np
 
 from benchmarks.conformance.cases import Arrays, Case, initial_weights
 
-# Rounding is 2⁻⁵³ = 1e-16 an operation. A weight is a sum of some hundred terms, and
+# Rounding is 2⁻⁵³ = 1e-16 per operation. A weight is a sum of some hundred terms, and
 # moves by a tenth of itself: 1e-14 of the change. The bound is a hundred times that.
 RIGHT = 1e-12
-# Some sum the losses that they log in float32: roundings of 6e-8.
+# Some libraries sum the losses that they log in float32, with roundings of 6e-8.
 RIGHT_IN_A_LOG = 1e-6
 # The first line of what Keras wraps around an exception.
 WRAPPED = "Exception encountered when calling "
@@ -28,8 +28,8 @@ class LargeBatches:
     """What training on large batches gives: the expected outcome of a case.
 
     Attributes:
-        weights: after the last update.
-        losses: of each update.
+        weights: the weights after the last update.
+        losses: the loss of each update.
     """
 
     weights: Arrays
@@ -41,8 +41,8 @@ class Outcome:
     """The outcome of a case with a library.
 
     Attributes:
-        error: relative; None if there is nothing to compare.
-        rows: logged for each update, in a case that is about the log.
+        error: the relative error, or None if there is nothing to compare.
+        rows: the number of rows that are logged per update, in a case about the log.
         raised: the first sentence of the exception, if there was one.
         note: how the library was called, if that is special, or why there is nothing to
             compare.

@@ -41,7 +41,7 @@ def text(results: Mapping[str, Any]) -> str:
 def outcomes(results: Mapping[str, Any], notes: list[str]) -> str:
     """Return a row for each case and a column for each way.
 
-    What needs more words is added to `notes`.
+    Explanations are added to `notes`.
     """
     columns = _columns(results)
     titles = [column.call.title for column in columns]

@@ -1,6 +1,6 @@
 """python -m benchmarks.conformance.run MODULE DEVICES OUTPUT: a library's outcomes.
 
-The cases are those of so many devices. The output is JSON.
+The cases are those for DEVICES devices. The output is JSON.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 
 prepare = in_torch.prepare
 NOTES = {
-    "weights_by_sum": "the Trainer counts labels, whatever their weights",
-    "penalty": "added in `compute_loss_func` as it stands, whose results are summed",
+    "weights_by_sum": "the Trainer counts labels, regardless of their weights",
+    "penalty": (
+        "the term is added as it is in `compute_loss_func`, whose results are summed"
+    ),
 }
 
 

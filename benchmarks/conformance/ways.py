@@ -10,10 +10,10 @@ class Call:
     """A way in which a library accumulates.
 
     Attributes:
-        name: of the function in the library's module.
-        title: of its column.
+        name: the name of the function in the library's module.
+        title: the title of its column.
         how: what is called.
-        page: of the documentation that says so.
+        page: the page of the documentation that describes it.
     """
 
     name: str
@@ -27,11 +27,11 @@ class Library:
     """A library, the module here that measures it, and where it runs.
 
     Attributes:
-        module: of this package.
-        packages: those whose versions are recorded.
-        calls: into the library.
-        peer: it runs in `.venv-peers`.
-        processes: it needs a process for each device.
+        module: the name of the module in this package.
+        packages: the packages whose versions are recorded.
+        calls: the ways to call the library.
+        peer: whether it runs in `.venv-peers`.
+        processes: whether it needs one process per device.
     """
 
     module: str
@@ -50,8 +50,8 @@ LIBRARIES = (
                 name="ours",
                 title="ours",
                 how=(
-                    "the loop of `pipeline train` with its `Update` and recorder; its "
-                    "effective batches, in the order of a seed, are those of w* too"
+                    "the loop of `pipeline train` with its `Update` and recorder; w* "
+                    "is computed from the same effective batches, in the order of a seed"
                 ),
                 page="design.md",
             ),
@@ -85,7 +85,8 @@ LIBRARIES = (
                 title="`AccumulatingOptimizer`, `fit`",
                 how=(
                     "`compile` with `AccumulatingOptimizer(optimizer, 4)`, and `fit` "
-                    "with its `flush_at_epoch_end()`; it knows no size of a batch"
+                    "with its `flush_at_epoch_end()`; the optimizer does not know "
+                    "the sizes of the batches"
                 ),
                 page="accumulation.md#in-any-loop",
             ),
@@ -111,7 +112,7 @@ LIBRARIES = (
                 title="Accelerate `accumulate`",
                 how=(
                     "`with accelerator.accumulate(model)` around the loop's body; "
-                    "clipped where `sync_gradients` says so"
+                    "gradients are clipped where `sync_gradients` is true"
                 ),
                 page="https://huggingface.co/docs/accelerate/usage_guides/gradient_accumulation",
             ),
@@ -119,7 +120,7 @@ LIBRARIES = (
                 name="variable_size",
                 title="Accelerate, for variable size",
                 how=(
-                    "the loop that the same page writes for samples of variable size: "
+                    "the loop that the same page gives for samples of variable size: "
                     "an update's micro-batches are gathered first, and sums are "
                     "divided by the number of items in all of them"
                 ),
@@ -138,8 +139,8 @@ LIBRARIES = (
                 name="own_loss",
                 title="Trainer, model's loss",
                 how=(
-                    "`TrainingArguments(gradient_accumulation_steps=4)`; a model of "
-                    "one's own returns the mean loss of its micro-batch (language "
+                    "`TrainingArguments(gradient_accumulation_steps=4)`; a custom "
+                    "model returns the mean loss of its micro-batch (language "
                     "models of transformers take `num_items_in_batch`, as in the next "
                     "column)"
                 ),
