@@ -57,7 +57,7 @@ def stop(arguments: Sequence[str]) -> int:
 
 
 def _find_sweep(start: str) -> Path | None:
-    """Return the folder that is named, or has the sweep whose ID begins with `start`.
+    """Return the folder `start`, or that of the sweep whose ID begins with `start`.
 
     Return None unless exactly one sweep matches.
     """

@@ -144,13 +144,13 @@ def _matching(request: _Request, condition: str) -> list[Any]:
     """Return the runs in the store that a filter string selects.
 
     Raises:
-        ConfigError: it selects no run, or more than a page shows.
+        ConfigError: it selects no run, or more runs than a page shows.
     """
     store = ForeignStore.open(request.uri, request.allow)
     runs = store.matching(condition, request.experiment)
     if not 0 < len(runs) <= runs_page.MOST_RUNS:
         rule = (
-            f"must select from 1 to {runs_page.MOST_RUNS} runs of the store, and "
+            f"must select from 1 to {runs_page.MOST_RUNS} runs of the store, but "
             f"selects {len(runs)}"
         )
         raise ConfigError("--filter", rule, condition)
@@ -164,7 +164,7 @@ def _sources(request: _Request) -> list[Any]:
     rows.
 
     Raises:
-        ConfigError: there are more names than a page shows, or a name is not known.
+        ConfigError: there are more names than runs on a page, or a name is not known.
     """
     if len(request.names) > runs_page.MOST_RUNS:
         rule = f"must name at most {runs_page.MOST_RUNS} runs"

@@ -38,8 +38,8 @@ class BatchCosts:
         by_seed: the same costs, by batch and seed.
         bounds: the upper bound on the number of examples to the target, for each batch
             whose judged jobs all reached it, at least one of them at its first point.
-        begun_at_target: the batches of which a judged job was at the target before its
-            first update, so its cost is 0.
+        begun_at_target: the batches with a judged job that was at the target before its
+            first update. The cost of such a job is 0.
         horizons: the minimum number of examples seen by the jobs of a batch, by batch.
             It is NaN if that of a job is unknown.
         fit: the trade-off between examples and updates, or None if it cannot be fitted,

@@ -275,7 +275,7 @@ class FinalResult(Result):
 
 
 def final_result(sweep: SweepResult) -> SweepFinding:
-    """Report which group has the best final result, and whether chance explains it."""
+    """Report which group has the best final result, and whether its lead is chance."""
     metric = sweep.quality
     values_by_group = sweep.ends
     if metric is None or not values_by_group:
@@ -366,7 +366,7 @@ class TargetTimes(Result):
 
 
 def time_to_target(sweep: SweepResult) -> SweepFinding:
-    """Report which group reaches the target first, and whether chance explains it.
+    """Report which group reaches the target first, and whether its lead is chance.
 
     A group is ranked only if all of its judged jobs reached the target. A group with a
     job that met the target at its first point is not ranked either, since its time is

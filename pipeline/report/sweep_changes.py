@@ -299,7 +299,7 @@ def _recorded(
 
 
 def _name_of_both(job: JobResult, other: JobResult) -> str:
-    """Return the setting of a job, with what only the name of the other job has."""
+    """Return the setting of a job, with the keys that only the other job's name has."""
     settings = dict(other.settings) | dict(job.settings)
     words = []
     for key in dict.fromkeys([*dict(job.settings), *settings]):

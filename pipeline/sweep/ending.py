@@ -68,7 +68,7 @@ def without_result(cause: str, output: str) -> Ending:
 class JobEndings:
     """How the jobs that this process ran for a sweep have ended.
 
-    A job that runs again, in a later batch of a search, has its last ending.
+    If a job runs again in a later batch of a search, its last ending counts.
 
     Attributes:
         by_name: the endings by the job's name.

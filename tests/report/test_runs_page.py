@@ -347,10 +347,10 @@ def test_a_query_selects_runs_in_all_experiments_or_in_one(
     ):
         command.report([*team, "tracking.experiment=none"])
     # The parent of a sweep is no run with curves.
-    with pytest.raises(ConfigError, match="and selects 0"):
+    with pytest.raises(ConfigError, match="but selects 0"):
         command.report(["--filter", "tags.`sweep.name` = 'made'", uri])
     monkeypatch.setattr(runs_page, "MOST_RUNS", 1)
-    with pytest.raises(ConfigError, match="from 1 to 1 runs of the store, and selects"):
+    with pytest.raises(ConfigError, match="from 1 to 1 runs of the store, but selects"):
         command.report(team)
 
 
