@@ -163,6 +163,9 @@ def test_the_rule_that_keeps_the_best_rate_still():
     *_, last = rate_drift.findings(sweep_of(about_equal, noise=0.01))
     assert last.figures["still"] == []
     assert "though not by more than chance can explain: in octaves" in last.text
+    assert last.text.endswith(
+        "It moves with each of them by more than the variation over seeds."
+    )
 
 
 def drift_between(name: str, value: float, low: float, high: float) -> Drift:
