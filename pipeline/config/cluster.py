@@ -87,7 +87,7 @@ def workers_of_run(
 
     Raises:
         ConfigError: the number of workers is out of range, differs from that in the
-            environment, or is given neither by `workers` nor by the environment. Or the
+            environment, or is given neither by `workers` nor by the environment; or the
             environment describes the workers wrongly.
     """
     if workers is not None and workers < 1:
@@ -107,7 +107,7 @@ def workers_of_run(
         processes = len(named.addresses)
         if workers not in (None, processes):
             where = "TF_CONFIG" if tf_config else "the step of this Slurm job"
-            rule = f"must agree with {where}, which has {processes}: set it to null"
+            rule = f"must be {processes}, as in {where}, or null"
             raise ConfigError(KEY, rule, workers)
         return named if processes > 1 else None
 
@@ -150,10 +150,11 @@ def check_open_ports(allowed: bool) -> None:
     addresses = reachable()
     if addresses:
         rule = (
-            "must be true for several workers: TensorFlow opens a port for each on "
-            f"{', '.join(addresses[:5])} without a password, and anyone who can reach "
-            "it can read and write your files. hardware=multi_worker sets it, for a "
-            "private network; a namespace without a network does not need it"
+            "must be true for several workers: for each worker, TensorFlow opens a "
+            f"port on {', '.join(addresses[:5])} without a password, and anyone who can "
+            "reach this port can read and write your files. On a private network, use "
+            "hardware=multi_worker, which sets this key; in a namespace without a "
+            "network, this key is not needed"
         )
         raise ConfigError("hardware.open_ports", rule, False)
 
@@ -283,7 +284,7 @@ def _slurm_workers(environment: Mapping[str, str]) -> Cluster:
     node = environment.get("SLURMD_NODENAME")
     if node not in (None, hosts[rank]):
         rule = (
-            f"must be {hosts[rank]}: the tasks have to be in blocks, "
+            f"must be {hosts[rank]}: distribute the tasks in blocks, with "
             "srun --distribution=block"
         )
         raise ConfigError("SLURMD_NODENAME", rule, node)
@@ -305,7 +306,9 @@ def _slurm_text(environment: Mapping[str, str], name: str) -> str:
     """
     text = environment.get(name, "")
     if not text:
-        raise ConfigError(name, "must be set in a task of a Slurm step, as srun does")
+        raise ConfigError(
+            name, "must be set in a task of a Slurm step: start it by srun"
+        )
     return text
 
 

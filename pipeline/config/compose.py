@@ -47,7 +47,7 @@ _PLAIN_PATH = re.compile(r"[\w./@-]+", re.ASCII)
 # Patterns for the configs whose size is checked in a folder of the search path. The
 # folder may be large; Hydra reads only these files, unless a group is nested deeper.
 _CONFIGS_OF_GROUPS = ("*.yaml", "*/*.yaml", "*/*/*.yaml")
-# The options of Hydra that `composed` accepts, as they do not run or print anything.
+# The options of Hydra that `composed` accepts: these do not run or print anything.
 _READING = ("overrides", "config_name", "config_path", "config_dir", "run")
 
 
@@ -123,8 +123,8 @@ def composition(arguments: Sequence[str]) -> Composition:
     for name, value in vars(options).items():
         if value and name not in _READING:
             rule = (
-                "must be left out: this reads one config; `pipeline train` prints "
-                "configs and sweeps over them"
+                "must be left out: this command reads a single config; use `pipeline "
+                "train` to print configs or to sweep over them"
             )
             raise ConfigError(f"--{name.replace('_', '-')}", rule)
 
@@ -240,7 +240,7 @@ def check_config_dir(folder: str) -> None:
                 owner = f"the config in {theirs.parent}"
                 if installed == directory():
                     owner = "the built-in config"
-                say(f"pipeline: {choice} is {owner}; {file} is not used, rename it")
+                say(f"pipeline: {choice} is {owner}; {file} is not used: rename it")
                 break
 
 
@@ -276,7 +276,7 @@ class RunFolders(Callback):
 
 
 def _check_sizes(folder: str, patterns: Sequence[str] = ("**/*.yaml",)) -> None:
-    """Reject a folder that has a config of too many values.
+    """Reject a folder with a config that has too many values.
 
     Args:
         folder: the folder.
@@ -290,9 +290,9 @@ def _check_sizes(folder: str, patterns: Sequence[str] = ("**/*.yaml",)) -> None:
 def _searched_folders(options: argparse.Namespace) -> list[str]:
     """Return the folders that the command line adds to Hydra's search path.
 
-    These are that of `--config-path`, and those of `hydra.searchpath`, which Hydra
+    These are the folder of `--config-path` and those of `hydra.searchpath`, which Hydra
     takes from the command line and from the primary config. A value that Hydra rejects
-    is passed over.
+    is skipped.
     """
     values: list[Any] = []
     for text in options.overrides:

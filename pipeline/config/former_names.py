@@ -82,7 +82,7 @@ REMOVED_KEYS = {
         "use scaling=none for a rate that does not",
     ),
     "accumulation.seesaw_max": RemovedKey(
-        "0.2.0", None, "null", "give each stage of the effective batch its size"
+        "0.2.0", None, "null", "give the effective batch size of each stage"
     ),
 }
 # Keyed by the current name of the key, and the removed value.
@@ -109,8 +109,9 @@ def with_current_key(text: str) -> str:
 
 
 def current_links(links: Mapping[str, str]) -> dict[str, str]:
-    """Return recorded links by key. Names of keys are current, including those in the
-    links.
+    """Return recorded links by key, with the current names of all keys.
+
+    The names of keys in the links are also current.
     """
     return {with_current_key(key): _current_link(link) for key, link in links.items()}
 

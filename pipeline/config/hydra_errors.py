@@ -36,7 +36,8 @@ _BELOW_ANY_TYPE = tuple(
     f"{key.name}." for key in schema.keys_in(schema.Config) if key.hint is Any
 )
 _LISTED_LOSS = (
-    "a mapping, like what it is merged with; a file of `objective` replaces it"
+    "a mapping, like the value that it is merged with; to replace that value, use a "
+    "file of `objective`"
 )
 _KINDS = {
     int: "an integer",
@@ -76,8 +77,8 @@ _TEXTS = (
     ),
     (
         r"(In '.+': )?Could not override '(?P<key>[^'@]+@experiment\.[^']+?)'\.",
-        "must be a group of the defaults list: in a file of experiment, the first line "
-        "is # @package _global_",
+        "must be a group of the defaults list; the first line of a file of experiment "
+        "must be # @package _global_",
     ),
     (
         r"(In '.+': )?Could not override '(?P<key>.+?)'\.",
@@ -178,10 +179,10 @@ def _grammar_error(error: OverrideParseException) -> ConfigError:
     key = re.split("[=@]", override.lstrip("+~"))[0]
     if "=" not in override:
         return ConfigError(key, "must be given as KEY=VALUE", override)
-    rule = f"must be of Hydra's grammar ({first_line(error)})"
+    rule = f"must follow Hydra's grammar ({first_line(error)})"
     value = override.partition("=")[2]
     if re.fullmatch(r"\w[^'\"]*\[[^'\"]*\]", value):
-        rule += f"; text with brackets has quotes of its own: '{key}=\"{value}\"'"
+        rule += f"; quote text that has brackets: '{key}=\"{value}\"'"
     return ConfigError(key, rule, override)
 
 
@@ -255,7 +256,7 @@ def _key_error(
         # The key may be `off`, `on`, `yes` or `no`, which are Booleans in YAML unless
         # they are quoted.
         parent = key.rpartition(".")[0] or key
-        rule = f"must have text for its keys{_in_file(origin)}"
+        rule = f"must have text as its keys{_in_file(origin)}"
         return ConfigError(parent, rule, error.key)
 
     rule = f"must be valid ({_cause(error)})"
@@ -268,7 +269,7 @@ def _key_error(
 def _written_value(error: errors.OmegaConfBaseException) -> Any:
     """Return the value that raised `error` as it was written, with its interpolation.
 
-    If the value is not found, it is the value that the error has.
+    If that value is not found, return the value in the error.
     """
     if not isinstance(error.parent_node, DictConfig | ListConfig):
         return error.value
@@ -294,7 +295,7 @@ def _unknown_key_error(
     """Return the error for a key that the config does not have."""
     if key in former_names.KEYS:
         now = former_names.KEYS[key]
-        rule = f"must be written as {now}, its name now{_in_file(origin)}"
+        rule = f"must be written as {now}, its current name{_in_file(origin)}"
         return ConfigError(key, rule)
 
     parent, _, name = key.rpartition(".")
@@ -325,7 +326,10 @@ def _merge_error(
         other = "mapping"
     rule = f"must be {_NAMED.get(key, _KINDS[wanted])}"
     if key not in _NAMED and f"{key}.".startswith(_BELOW_ANY_TYPE):
-        rule += f", like what it is merged with; a {other} needs {key}=null before it"
+        rule += (
+            f", like the value that it is merged with; to set a {other}, put {key}=null "
+            "before it"
+        )
 
     # OmegaConf's error does not contain the value, so look for it in the overrides.
     for value in values_at(overrides, key):
@@ -333,7 +337,10 @@ def _merge_error(
             return ConfigError(key, rule, value)
         if isinstance(value, dict) and value and not origin:
             # The wrong value is one of those in the mapping, and the error has no key.
-            rule = "must have mappings and lists where what it is merged with has them"
+            rule = (
+                "must have mappings and lists in the same places as the value that it is "
+                "merged with"
+            )
             return ConfigError(key, rule, value)
     return ConfigError(key, rule + _in_file(origin))
 
@@ -408,7 +415,7 @@ def _below_null_error(overrides: Sequence[str]) -> ConfigError | None:
         for key in keys_set([override]):
             group = key.rpartition(".")[0]
             if group in _NULLABLE_GROUPS:
-                rule = f"must not be null where {override.lstrip('+')} sets a key in it"
+                rule = f"must not be null if {override.lstrip('+')} sets a key in it"
                 return ConfigError(group, rule)
     return None
 
@@ -454,7 +461,7 @@ def _file(error: Exception, folders: Sequence[str]) -> str | None:
 def _origin(error: Exception) -> str:
     """Return the config that Hydra names as the origin of `error`.
 
-    It is empty if Hydra names none, or the main config.
+    The result is empty if Hydra names no origin, or the main config.
     """
     match = re.match(r"In '(.+?)'", str(error))
     if match is None or match[1] in ("config", "hydra/config"):

@@ -31,7 +31,7 @@ def folders() -> Sequence[str]:
             continue
         say(
             f"pipeline: the entry point {entry.name} = {entry.value} of {GROUP} names no "
-            "folder of an installed package: its configs are left out"
+            "folder of an installed package, so its configs are left out"
         )
     return tuple(existing)
 
@@ -39,8 +39,9 @@ def folders() -> Sequence[str]:
 def _folder(entry: EntryPoint) -> Path | None:
     """Return the folder that an entry point names, or None if there is none.
 
-    The package is only located, not imported: that may take long, and the packages of
-    a submodule's name would be imported, too.
+    The package is only located, not imported, because an import may take long. To
+    locate a submodule would import its parent packages, so only the top-level package
+    is located.
     """
     package, *names = entry.value.split(".")
     try:

@@ -60,8 +60,8 @@ KEY_GROUPS = (
     FIRST_KEYS,
     KeyGroup(
         "Length, evaluations and checkpoints",
-        "For runs that are not counted in epochs, and for what happens while they "
-        "train.",
+        "For runs whose length is not given in epochs, and for what happens during a "
+        "run.",
         (
             "training.updates",
             "training.examples",
@@ -88,7 +88,7 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "Learning rate",
-        "For schedules, and for rates that follow the effective batch size.",
+        "For schedules, and for learning rates that follow the effective batch size.",
         (
             "schedule",
             "scaling.rule",

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 NAME_RULE = (
-    "letters, digits and _.-/: up to 250 of them, "
-    "as a path without empty or dotted parts"
+    "up to 250 letters, digits, blanks and any of _.-/: with no path part that is "
+    "empty, . or .."
 )
 
 

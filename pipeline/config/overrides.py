@@ -40,7 +40,7 @@ def keys_set(overrides: Iterable[str]) -> set[str]:
         try:
             override = parser.parse_override(text)
             keys.update(_keys_in(override.key_or_group, override.value()))
-        except (HydraException, ValueError):  # such as an integer of too many digits
+        except (HydraException, ValueError):  # such as an integer with too many digits
             keys.add(text.lstrip("+~").partition("=")[0])
     return keys
 

@@ -34,8 +34,8 @@ class RunPlan(ABC):
     This is what the training loop, the record and the checkpoints need of a plan.
 
     Attributes:
-        batching: how an effective batch is currently cut: the first one, or each one
-            of the first stage.
+        batching: how effective batches are currently cut. If their size changes, this
+            is the cut of the first one.
         examples: number of examples per epoch; 0 if it is unknown.
         updates: number of updates in the run.
         before: earlier cuts, each as a pair: the last update with this cut, and the
@@ -134,8 +134,8 @@ class RunPlan(ABC):
     def digest(self, update: int) -> int | None:
         """Return a number by which a resumed run checks that its data is the same.
 
-        Two runs with other batches up to `update` differ in it. None if there is
-        nothing to check.
+        Runs with different batches up to `update` have different numbers. Return None
+        if there is nothing to check.
         """
 
     @abstractmethod

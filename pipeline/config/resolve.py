@@ -302,10 +302,10 @@ def check_fused_attention(spec: RunSpec) -> None:
     if spec.times_xla:
         raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.xla=fastest", True)
     if hardware.deterministic:
-        because = "with hardware.deterministic=true: one of its gradients is not"
+        because = "with hardware.deterministic=true: one of its gradients is not deterministic"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
     if spec.dataset.get("batched"):
-        because = f"with {sizes.BATCHED}=true: batches have any size"
+        because = f"with {sizes.BATCHED}=true: batches may have any size"
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
     if spec.cuts_by_tokens:
         because = f"with {sizes.TOKENS}: micro-batches have several sizes"
@@ -356,7 +356,7 @@ def _set_sizes(composed: DictConfig, named: set[str]) -> set[str]:
 
 def _check_any_batch_size(composed: DictConfig) -> None:
     """Reject values that require the batch size before the first batch is read."""
-    reason = f"with {sizes.BATCHED}=true: batches have any size"
+    reason = f"with {sizes.BATCHED}=true: batches may have any size"
     xla = composed.hardware.xla
     if xla not in ("auto", False):
         raise ConfigError(XLA, f"must be auto or false {reason}", xla)
@@ -367,11 +367,12 @@ def _check_any_batch_size(composed: DictConfig) -> None:
 
 
 def _check_fastest_xla(spec: RunSpec) -> None:
-    """Reject `hardware.xla=fastest` with several replicas, whose updates are not timed."""
+    """Reject `hardware.xla=fastest` with several replicas: only one can be timed."""
     replicas = spec.batching.replicas
     if spec.times_xla and replicas > 1:
         rule = (
-            f"must be true, false or auto with {replicas} replicas: only one is timed"
+            f"must be true, false or auto with {replicas} replicas: updates are timed "
+            "only with one"
         )
         raise ConfigError(XLA, rule, spec.config.hardware.xla)
 
@@ -395,7 +396,7 @@ def _check_cut_by_tokens(spec: RunSpec) -> None:
     if config.tracking.show is not None:
         rule = (
             f"must be null {beside}, which evaluates examples in the order of their "
-            "lengths; training.shown logs pictures and tables of your own"
+            "lengths; use training.shown to log pictures and tables of your own"
         )
         raise ConfigError("tracking.show", rule, config.tracking.show)
     pad = spec.dataset.get("pad")

@@ -195,7 +195,7 @@ class ScalingConfig(_SetOnce):
     # how the learning rate and the optimizer's other arguments follow the effective
     # batch
     rule: Rule = field(default=Rule.none, metadata=about(Kind.TRAINING, sets_rate=True))
-    # the effective batch size that `optimizer.learning_rate` is for
+    # the effective batch size that `optimizer.learning_rate` was chosen for
     reference_batch_size: int = field(
         default=128, metadata=about(Kind.TRAINING, sets_rate=True)
     )
@@ -287,11 +287,11 @@ class TrainingConfig(_SetOnce):
     loss: Any = field(default=MISSING, metadata=about(Kind.TRAINING))
     # (mapping | list | null) the weight of each output's loss
     loss_weights: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # whether a scalar that a layer adds to the loss is a mean or a sum over its
+    # whether a scalar that a layer adds to the loss is a mean or a sum over the
     # examples
     added_losses: Added = field(default=Added.mean, metadata=about(Kind.TRAINING))
-    # whether the loss needs one example at a time or the whole effective batch, which
-    # takes a second forward pass
+    # whether the loss is computed for each example by itself or for the whole effective
+    # batch at once; the latter takes a second forward pass
     loss_over: LossOver = field(default=LossOver.example, metadata=about(Kind.TRAINING))
     # (mapping | null) the weight of the examples in each class; 1 for a class that is
     # not listed
@@ -302,7 +302,7 @@ class TrainingConfig(_SetOnce):
     weighted_metrics: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING)
     )
-    # Keras callbacks, as name: node; for a callback, a batch is an update
+    # Keras callbacks, as name: node; to a callback, each update is one batch
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
@@ -358,11 +358,13 @@ class HardwareConfig(_SetOnce):
     precision: Precision = field(
         default=Precision.float32, metadata=about(Kind.NUMERICS, fixed=True)
     )
-    # jobs of a sweep at once on this machine; null: one per GPU, or one
+    # number of sweep jobs that run at once on this machine; null: one per GPU, or one
+    # without a GPU
     parallel_jobs: int | None = field(default=None, metadata=about(Kind.PLACE))
     # GPUs for each job of a sweep
     gpus_per_job: int = field(default=1, metadata=about(Kind.PLACE))
-    # jobs of a sweep on each GPU at once; give each its share with `gpu_memory`
+    # number of sweep jobs that run at once on each GPU; give each its share with
+    # `gpu_memory`
     jobs_per_gpu: int = field(default=1, metadata=about(Kind.PLACE))
     # (int | list | null) the GPUs of a run outside a sweep, counted from 0; null: the
     # first ones
@@ -374,17 +376,17 @@ class HardwareConfig(_SetOnce):
     # on a CPU, such as `8GiB`; null: all available memory
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (auto | fastest | true | false) compile with XLA; auto: on one GPU, as Keras' `fit`
-    # does; fastest: if timed updates are faster with it; the record has the answer
+    # does; fastest: if timed updates are faster with it; the decision is recorded
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (auto | list | null) the lengths to which micro-batches that XLA compiles are
     # padded in a cut by tokens; auto: those with the least padding, at most 4 on a GPU
     # and 16 on a CPU; null: such a cut is not compiled
     xla_lengths: Any = field(default=None, metadata=about(Kind.NUMERICS))
-    # what XLA compiles: `step`, each micro-step alone; `apply`, on one device the
-    # optimizer's step, too; `update`, a whole update of a small batch as one program
+    # what XLA compiles: `step`, each micro-step alone; `apply`, on one device also the
+    # optimizer's step; `update`, a whole update of a small batch as one program
     xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
-    # (auto | true | false) compute attention by one kernel of cuDNN in what XLA
-    # compiles, on GPUs of NVIDIA's Hopper generation; auto: wherever it can be
+    # (auto | true | false) compute attention with one cuDNN kernel where XLA compiles,
+    # on GPUs of NVIDIA's Hopper generation; auto: wherever possible
     fused_attention: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
     # mantissa; see docs/exact.md

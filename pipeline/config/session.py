@@ -64,7 +64,7 @@ _session: ContextVar[Session] = ContextVar("session")
 def session() -> Session:
     """Return the session of the current call of Hydra.
 
-    Outside of `entered`, it is a new and empty session, for those that only read.
+    Outside of `entered`, return a new and empty session, for callers that only read.
     """
     return _session.get(Session())
 

@@ -21,7 +21,7 @@ TOKENS = "accumulation.micro_batch_tokens"
 REPLICAS = "hardware.replicas"
 HORIZONS = ("epochs", "updates", "examples")
 SIZES = ("effective_batch_size", "factor", "micro_batch_size")
-# Values of the micro-batch size for which a size is searched for on the machine.
+# Values of the micro-batch size that start a search for a size on the machine.
 SEARCHED = ("auto", "auto_fastest")
 BATCHED = "dataset.batched"
 
@@ -86,7 +86,7 @@ class Batching:
     def with_effective_batch_size(self, size: int) -> Batching:
         """Return the batching of `size` examples with the same micro-batch size.
 
-        In a cut by tokens without a limit of examples, there is none for `size` either.
+        If a cut by tokens has no limit of examples, the result has none either.
         """
         resized = replace(self, effective_batch_size=size)
         micro_batch_size = self.micro_batch_size
@@ -171,8 +171,8 @@ def derive(
             raise ConfigError(FACTOR, rule, factor, _nearest_factors(share, factor))
         rule = (
             f"must agree with effective batch {effective} and micro-batch {micro} "
-            f"on {count(replicas, 'replica')}, of which one may be null to follow "
-            "from the others"
+            f"on {count(replicas, 'replica')}; set one of the three sizes to null to "
+            "derive it from the others"
         )
         raise ConfigError(FACTOR, rule, factor, [needed])
     return Batching(effective, micro, needed, replicas)
@@ -270,10 +270,10 @@ def sizes_in_force(
 def _sizes_by_tokens(
     accumulation: Mapping[str, Any], sizes: Mapping[str, Any], named: Container[str]
 ) -> dict[str, Any]:
-    """Return the sizes that apply beside a limit of tokens, or without it.
+    """Return the sizes that apply if the config has a limit of tokens.
 
-    A factor on the command line outranks a limit of tokens that comes from elsewhere.
-    Otherwise, the factor is None, as it differs between updates.
+    A factor on the command line outranks a limit of tokens that comes from elsewhere;
+    the limit is then None. Otherwise, the factor is None, as it differs between updates.
 
     Args:
         accumulation: the config group, which has a limit of tokens.
@@ -282,20 +282,20 @@ def _sizes_by_tokens(
 
     Raises:
         ConfigError: the factor is set, too, or the effective batch size is not, or the
-            micro-batch size is to be searched.
+            micro-batch size is to be searched for.
     """
     factor = sizes["factor"]
     micro = sizes["micro_batch_size"]
     if FACTOR in named and factor is not None:
         if TOKENS in named:
-            rule = f"must be left out with {TOKENS}, which decides how many there are"
+            rule = f"must be left out with {TOKENS}, which determines the factor"
             raise ConfigError(FACTOR, rule, factor)
         without = {**accumulation, "micro_batch_tokens": None}
         return {**sizes_in_force(without, named), "micro_batch_tokens": None}
     if micro in SEARCHED:
         rule = (
-            f"cannot be searched with {TOKENS}: set a number of examples, or null, or "
-            "set the other key to null"
+            f"cannot be searched for with {TOKENS}: set a number of examples, or null, "
+            "or set the other key to null"
         )
         raise ConfigError(MICRO, rule, micro)
     if sizes["effective_batch_size"] is None:
@@ -340,11 +340,14 @@ def of_batches(
         )
         raise ConfigError("scaling.rule", rule)
     if replicas != 1:
-        rule = f"must be 1, of one worker, with {BATCHED}=true: no batch is divided"
+        rule = (
+            f"must be 1 on a single worker with {BATCHED}=true: batches are not divided "
+            "among replicas"
+        )
         raise ConfigError(REPLICAS, rule, replicas)
     if micro in SEARCHED:
         rule = (
-            f"cannot be searched with {BATCHED}=true, as the largest batch is not "
+            f"cannot be searched for with {BATCHED}=true, as the largest batch is not "
             "known in advance: set a number, or null"
         )
         raise ConfigError(MICRO, rule, micro)
@@ -354,7 +357,8 @@ def of_batches(
         raise ConfigError(TOKENS, rule, tokens)
     if factor is None or factor < 1:
         rule = (
-            f"must be at least 1 with {BATCHED}=true: that many batches are an update"
+            f"must be at least 1 with {BATCHED}=true: it is the number of batches per "
+            "update"
         )
         raise ConfigError(FACTOR, rule, factor)
     return {
@@ -402,7 +406,7 @@ def batching(
         if factor is not None and (FACTOR in named or effective is not None):
             rule = (
                 f"cannot be set with {MICRO}={micro}, as the effective batch would "
-                f"depend on the machine: set {EFFECTIVE}, and this one to null"
+                f"depend on the machine: set {EFFECTIVE}, and this key to null"
             )
             raise ConfigError(FACTOR, rule, factor)
         if effective is None:

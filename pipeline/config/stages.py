@@ -111,7 +111,7 @@ def parse_schedule(schedule: Any) -> list[ScheduledStage]:
         start_key = f"{key}.start.{stage.unit}"
         if not stages:
             if stage.start != 0:
-                rule = "must be 0, as the run begins with it"
+                rule = "must be 0, as the run begins with this stage"
                 raise ConfigError(start_key, rule, stage.start)
         elif stage.start <= _least_start(stages[-1], stage.unit):
             raise ConfigError(start_key, "must rise from stage to stage", stage.start)
@@ -161,7 +161,7 @@ def implied_values(
     first = stages[0].size
     effective = accumulation["effective_batch_size"]
     if EFFECTIVE in named and effective not in (None, first):
-        rule = f"must be left out, or that of the first stage, {first}"
+        rule = f"must be left out, or be that of the first stage, {first}"
         raise ConfigError(EFFECTIVE, rule, effective)
     for number, stage in enumerate(stages):
         if stage.size < replicas:

@@ -143,6 +143,6 @@ def _rule(key: str, value: Any) -> str:
         quoted = '["…"]'
     name = key.rpartition(".")[2]
     return (
-        f"{rule}, in quotes where it looks like something else: {name}: {quoted} "
+        f"{rule}, in quotes if it looks like something else: {name}: {quoted} "
         f"in YAML and in {{…}}, '{key}={quoted}' on the command line"
     )

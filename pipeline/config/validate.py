@@ -158,10 +158,10 @@ def check_settings(config: DictConfig) -> None:
     _check_validations(config)
     is_model = MODEL.fullmatch(str(config.start.run)) is not None
     if is_model and not config.start.weights_only:
-        rule = "must be true where start.run is a model, which has no optimizer"
+        rule = "must be true if start.run is a model, which has no optimizer"
         raise ConfigError("start.weights_only", rule, config.start.weights_only)
     if is_model and config.hardware.workers != 1:
-        rule = "must be a run directory with several workers"
+        rule = "must be a run directory if there are several workers"
         raise ConfigError("start.run", rule, config.start.run)
     if config.start.weights_only and config.start.run is None:
         rule = "must come with start.run, which provides the weights"
@@ -207,7 +207,7 @@ def _check_store(uri: str) -> None:
         raise ConfigError("tracking.uri", rule, uri)
     options = uri.partition("?")[2]
     if options and not re.fullmatch(r"\w+=[^&/]*(&\w+=[^&/]*)*", options):
-        rule = "must have no ? in its path, and options after it as in ?timeout=30"
+        rule = "must have no ? in its path; options follow the path: ?timeout=30"
         raise ConfigError("tracking.uri", rule, uri)
 
 
@@ -242,7 +242,7 @@ def _check_keep_best(keep_best: Any) -> None:
         raise ConfigError("training.keep_best.metric", rule, metric)
     if mode is None:
         modes = schema.Mode.__members__
-        rule = f"must say which {metric} is best"
+        rule = f"must say whether the smallest or the largest {metric} is best"
         meant = ""
         if metric.endswith("loss"):
             meant = "min"
@@ -305,7 +305,7 @@ def _check_targets(config: DictConfig) -> None:
                 # Unlike `get`, an index names the key if the value is a wrong link.
                 target = node["_target_"]
         if not isinstance(node, DictConfig) or not isinstance(target, str):
-            rule = "must be the dotted name of what builds it"
+            rule = "must be the dotted name of the code that builds the object"
             raise ConfigError(f"{key}._target_", rule, target)
     check_names(metrics)
 
@@ -460,7 +460,9 @@ def _are_xla_lengths(value: Any) -> bool:
 _COUNT = Check("at least 1", _is_count)
 _POSITIVE = Check("a positive number", _is_positive)
 _NOT_NEGATIVE = Check("a number of at least 0", _is_not_negative)
-_SHARE = Check("from 0 to below 1", lambda value: _is_number(value) and 0 <= value < 1)
+_SHARE = Check(
+    "at least 0 and below 1", lambda value: _is_number(value) and 0 <= value < 1
+)
 _SIZE = Check(
     "a size such as 8GiB", lambda value: memory_budget.parsed(value) is not None
 )
@@ -570,7 +572,7 @@ _CHECKS = {
         lambda value: bool(value.strip()) and len(value) <= 250,
     ),
     "schema": Check(
-        f"{schema.SCHEMA}, the one of this program",
+        f"{schema.SCHEMA}, the version of this program",
         lambda value: value == schema.SCHEMA,
     ),
     "seed": Check("from 0 to 4294967295", lambda value: 0 <= value < 2**32),
@@ -582,10 +584,10 @@ _CHECKS = {
     "hardware.memory": _SIZE.or_null(),
     "hardware.gpu_memory": _SIZE.or_null(),
     "hardware.gpu": Check(
-        "the index of a GPU from 0 on, or a list of different ones", _are_indices
+        "the index of a GPU, counted from 0, or a list of distinct ones", _are_indices
     ).or_null(),
     "hardware.profile": Check(
-        "null, or the first update and how many: {start: 10, updates: 5}",
+        "null, or the first update and the number of updates: {start: 10, updates: 5}",
         lambda profile: _is_null_or_has(profile, start=_is_count, updates=_is_count),
     ),
     "tracking.show": Check(

@@ -62,7 +62,7 @@ def parse(validations: Any) -> list[ValidationSet]:
     """Return the sets in a plain `dataset.validations`; null has none.
 
     Raises:
-        ConfigError: the value is no mapping, or an entry is no split and no node.
+        ConfigError: the value is not a mapping, or an entry is neither a split nor a node.
     """
     if validations is None:
         return []
@@ -97,8 +97,8 @@ def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None
         metrics: the names of the metrics in the config, as they are logged.
 
     Raises:
-        ConfigError: a name is reserved, a metric's name begins with it, or it is no
-            plain word.
+        ConfigError: a name is reserved, begins the name of a metric, or is not a plain
+            word.
     """
     # Metrics may have names such as `top/5`, which MLflow treats as paths.
     taken = {name.partition("/")[0] for name in metrics} | UPDATE_METRICS.keys()
@@ -108,7 +108,7 @@ def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None
             rule = "must have a plain word as its name: letters, digits and _"
             raise ConfigError(validation_set.key, rule, name)
         if name in taken:
-            rule = "must have another name: metrics of the dataset's own split have it"
+            rule = "must have another name, as metrics of the dataset's own split have this one"
             raise ConfigError(validation_set.key, rule, name)
 
 
@@ -126,7 +126,7 @@ def check_node(validation_set: ValidationSet, dataset: Mapping[str, Any]) -> Non
     for key in _OF_DATASET:
         value = dataset.get(key)
         if key in node and node[key] != value:
-            rule = f"must be that of the dataset, {value}, or be left out"
+            rule = f"must have the dataset's value, {value}, or be left out"
             raise ConfigError(f"{validation_set.key}.{key}", rule, node[key])
     if node.get("validations"):
         rule = "must be null: only the dataset itself has validation sets"
@@ -138,8 +138,8 @@ def check_node(validation_set: ValidationSet, dataset: Mapping[str, Any]) -> Non
 def check_results(sets: Sequence[ValidationSet], results: Sequence[str]) -> None:
     """Reject a set whose results could be taken for those of another set.
 
-    This is called when the names of all results are known, those of several outputs
-    and of the metrics of layers too.
+    This is called when the names of all results are known, including those of several
+    outputs and of the metrics of layers.
 
     Args:
         sets: the sets.
@@ -158,7 +158,7 @@ def check_results(sets: Sequence[ValidationSet], results: Sequence[str]) -> None
             if log_name in owners:
                 rule = (
                     f"must have another name: in the logs of callbacks, {log_name} "
-                    f"would be {metric} and {owners[log_name]}"
+                    f"would be both {metric} and {owners[log_name]}"
                 )
                 raise ConfigError(validation_set.key, rule, validation_set.name)
             owners[log_name] = metric

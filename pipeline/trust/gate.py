@@ -357,7 +357,7 @@ def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
     target = node["_target_"]
     target_key = _join(key, "_target_")
     if type(target) is not str:
-        rule = "must be the dotted name of what builds it"
+        rule = "must be the dotted name of the code that builds the object"
         raise ConfigError(target_key, rule, str(target))
     trusted_names.check_name(target, target_key, gate.allowed)
     _check_hydra_keys(node, key, target)

@@ -75,7 +75,8 @@ def locate(node: DictConfig, key: str) -> Callable[..., Any]:
     key = f"{key}._target_"
     target = node.get("_target_")
     if not isinstance(target, str):
-        raise ConfigError(key, "must be the dotted name of what builds it", target)
+        rule = "must be the dotted name of the code that builds the object"
+        raise ConfigError(key, rule, target)
     try:
         named = get_object(target)
     except Exception as error:

@@ -230,7 +230,7 @@ def test_a_config_with_the_name_of_a_built_in_is_said_to_be_unused(
     assert done.returncode == status, done.stderr
     unused, *others = done.stderr.splitlines()
     assert unused == (
-        "pipeline: model=cnn is the built-in config; mine/model/cnn.yaml is not used, "
+        "pipeline: model=cnn is the built-in config; mine/model/cnn.yaml is not used: "
         "rename it"
     )
     if status == 0:

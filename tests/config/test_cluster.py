@@ -122,8 +122,7 @@ def test_workers_of_this_machine_choose_their_ports_later():
         (
             3,
             tf_config(TWO),
-            "hardware.workers must agree with TF_CONFIG, which has 2: set it to null. "
-            "Received: 3.",
+            "hardware.workers must be 2, as in TF_CONFIG, or null. Received: 3.",
         ),
         (None, {"TF_CONFIG": "nonsense"}, "TF_CONFIG must be JSON such as {"),
         (None, {"TF_CONFIG": "[1]"}, "TF_CONFIG must be JSON such as {"),
@@ -156,7 +155,8 @@ def test_what_is_refused(workers, environment, line):
         ),
         (
             {"SLURM_STEP_NODELIST": None},
-            "SLURM_STEP_NODELIST must be set in a task of a Slurm step, as srun does.",
+            "SLURM_STEP_NODELIST must be set in a task of a Slurm step: start it by "
+            "srun.",
         ),
         (
             {"SLURM_STEP_TASKS_PER_NODE": ""},
@@ -178,7 +178,7 @@ def test_what_is_refused(workers, environment, line):
         ),
         (
             {"SLURM_JOB_ID": None},
-            "SLURM_JOB_ID must be set in a task of a Slurm step, as srun does.",
+            "SLURM_JOB_ID must be set in a task of a Slurm step: start it by srun.",
         ),
         (
             {"SLURM_STEP_ID": "batch"},

@@ -36,13 +36,13 @@ def test_an_entry_is_a_split_or_a_node():
             ["late"],
             ["loss", "late_loss"],
             "dataset.validations.late must have another name: in the logs of "
-            "callbacks, val_late_loss would be val/late/loss and val/late_loss.",
+            "callbacks, val_late_loss would be both val/late/loss and val/late_loss.",
         ),
         (
             ["late", "late_top"],
             ["loss", "top_loss"],
             "dataset.validations.late_top must have another name: in the logs of "
-            "callbacks, val_late_top_loss would be val/late_top/loss and "
+            "callbacks, val_late_top_loss would be both val/late_top/loss and "
             "val/late/top_loss.",
         ),
     ],

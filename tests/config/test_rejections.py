@@ -110,21 +110,22 @@ LOSSES = "[{_target_: keras.losses.Huber}]"
     [
         (
             f"training.loss={LOSSES}",
-            "training.loss must be a mapping, like what it is merged with; a list needs "
-            "training.loss=null before it. Received: "
+            "training.loss must be a mapping, like the value that it is merged with; "
+            "to set a list, put training.loss=null before it. Received: "
             "[{_target_: 'keras.losses.Huber'}].",
         ),
         (
             f"training={{loss: {LOSSES}}}",
-            "training must have mappings and lists where what it is merged with has "
-            "them. Received: {loss: [{_target_: 'keras.losses.Huber'}]}.",
+            "training must have mappings and lists in the same places as the value "
+            "that it is merged with. Received: {loss: [{_target_: "
+            "'keras.losses.Huber'}]}.",
         ),
         ("training.keep_best=[1]", "training.keep_best must be a mapping. Received: "),
         ("tracking.tags=[1]", "tracking.tags must be a mapping. Received: [1]."),
         (
             "model.hidden={a: 1}",
-            "model.hidden must be a list, like what it is merged with; a mapping needs "
-            "model.hidden=null before it. Received: {a: 1}.",
+            "model.hidden must be a list, like the value that it is merged with; to "
+            "set a mapping, put model.hidden=null before it. Received: {a: 1}.",
         ),
         ("hardware=[1]", "hardware must be the name of an option of its group."),
     ],
@@ -144,7 +145,7 @@ def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
     file.write_text(f"defaults: [config, _self_]\ntraining: {{loss: {LOSSES}}}\n")
     line = rejection("--config-dir", str(tmp_path), "--config-name", "mine")
     assert line.startswith(
-        "training.loss must be a mapping, like what it is merged with"
+        "training.loss must be a mapping, like the value that it is merged with"
     )
     assert line.endswith("(in mine). Received: [{_target_: 'keras.losses.Huber'}].")
 
@@ -161,12 +162,12 @@ def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
         ),
         (
             ("training.keep_best=null", "training.keep_best.metric=val/loss"),
-            "training.keep_best must not be null where "
+            "training.keep_best must not be null if "
             "training.keep_best.metric=val/loss sets a key in it.",
         ),
         (
             ("training={keep_best: null}", "+training.keep_best.mode=min"),
-            "training.keep_best must not be null where training.keep_best.mode=min",
+            "training.keep_best must not be null if training.keep_best.mode=min",
         ),
     ],
 )

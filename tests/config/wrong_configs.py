@@ -7,8 +7,8 @@ from __future__ import annotations
 
 NAMED = "a mapping of name → _target_, {} for none"
 ONE_CONFIG = (
-    "must be left out: this reads one config; `pipeline train` prints configs and "
-    "sweeps over them."
+    "must be left out: this command reads a single config; use `pipeline train` to "
+    "print configs or to sweep over them."
 )
 CONFIG = {
     # keys and groups
@@ -92,7 +92,8 @@ CONFIG = {
         "hardware.xla must be true, false, auto or fastest. Received: 2."
     ),
     "train hardware.xla=fastest hardware.replicas=2": (
-        "hardware.xla must be true, false or auto with 2 replicas: only one is timed. "
+        "hardware.xla must be true, false or auto with 2 replicas: updates are timed "
+        "only with one. "
         "Received: 'fastest'."
     ),
     "train hardware.xla=fastest dataset.batched=true": (
@@ -116,7 +117,8 @@ CONFIG = {
     ),
     "train hardware.fused_attention=true hardware.deterministic=true": (
         "hardware.fused_attention must be false or auto with "
-        "hardware.deterministic=true: one of its gradients is not. Received: true."
+        "hardware.deterministic=true: one of its gradients is not deterministic. "
+        "Received: true."
     ),
     "train hardware.fused_attention=true hardware.device=cpu": (
         "hardware.fused_attention must be false or auto with hardware.device=cpu. "
@@ -157,8 +159,8 @@ CONFIG = {
         "'gpu'. Choices: auto, cpu."
     ),
     "train training.loss=[]": (
-        "training.loss must be a mapping, like what it is merged with; a list needs "
-        "training.loss=null before it. Received: []."
+        "training.loss must be a mapping, like the value that it is merged with; to "
+        "set a list, put training.loss=null before it. Received: []."
     ),
     "train 'training.metrics=[{_target_: keras.metrics.AUC}]'": (
         f"training.metrics must be {NAMED}. Received: [{{_target_: "
@@ -176,7 +178,7 @@ CONFIG = {
         "['accuracy']."
     ),
     "train --config-dir mine objective=off": (
-        "training.metrics must have text for its keys (in objective/off). Received: "
+        "training.metrics must have text as its keys (in objective/off). Received: "
         "false."
     ),
     "train --config-dir mine training=listed": (
@@ -187,11 +189,12 @@ CONFIG = {
         f"training.callbacks must be {NAMED}. Received: []."
     ),
     "train model.hidden={}": (
-        "model.hidden must be a list, like what it is merged with; a mapping needs "
-        "model.hidden=null before it. Received: {}."
+        "model.hidden must be a list, like the value that it is merged with; to set a "
+        "mapping, put model.hidden=null before it. Received: {}."
     ),
     "train training.loss=mse": (
-        "training.loss._target_ must be the dotted name of what builds it. Received: "
+        "training.loss._target_ must be the dotted name of the code that builds the "
+        "object. Received: "
         "'mse'."
     ),
     "train training.loss_weights=abc": (
@@ -255,10 +258,10 @@ CONFIG = {
     ),
     "train accumulation.micro_batch_tokens=512 accumulation.factor=4": (
         "accumulation.factor must be left out with accumulation.micro_batch_tokens, "
-        "which decides how many there are. Received: 4."
+        "which determines the factor. Received: 4."
     ),
     "train accumulation.micro_batch_tokens=512 accumulation.micro_batch_size=auto": (
-        "accumulation.micro_batch_size cannot be searched with "
+        "accumulation.micro_batch_size cannot be searched for with "
         "accumulation.micro_batch_tokens: set a number of examples, or null, or set "
         "the other key to null. Received: 'auto'."
     ),
@@ -300,7 +303,7 @@ CONFIG = {
     ),
     "train accumulation.micro_batch_tokens=512 'tracking.show={}'": (
         "tracking.show must be null with accumulation.micro_batch_tokens, which "
-        "evaluates examples in the order of their lengths; training.shown logs "
+        "evaluates examples in the order of their lengths; use training.shown to log "
         "pictures and tables of your own. Received: {}."
     ),
     (
@@ -313,7 +316,7 @@ CONFIG = {
     "train accumulation.micro_batch_size=auto accumulation.factor=4": (
         "accumulation.factor cannot be set with accumulation.micro_batch_size=auto, as "
         "the effective batch would depend on the machine: set "
-        "accumulation.effective_batch_size, and this one to null. Received: 4."
+        "accumulation.effective_batch_size, and this key to null. Received: 4."
     ),
     (
         "train accumulation.micro_batch_size=auto_fastest "
@@ -336,20 +339,20 @@ CONFIG = {
         "hardware.jobs_per_gpu must be at least 1. Received: 0."
     ),
     "train hardware.gpu=first": (
-        "hardware.gpu must be the index of a GPU from 0 on, or a list of different "
-        "ones, or null. Received: 'first'."
+        "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
+        "distinct ones, or null. Received: 'first'."
     ),
     "train hardware.gpu=-1": (
-        "hardware.gpu must be the index of a GPU from 0 on, or a list of different "
-        "ones, or null. Received: -1."
+        "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
+        "distinct ones, or null. Received: -1."
     ),
     "train hardware.gpu=[1,1]": (
-        "hardware.gpu must be the index of a GPU from 0 on, or a list of different "
-        "ones, or null. Received: [1, 1]."
+        "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
+        "distinct ones, or null. Received: [1, 1]."
     ),
     "train hardware.gpu=[]": (
-        "hardware.gpu must be the index of a GPU from 0 on, or a list of different "
-        "ones, or null. Received: []."
+        "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
+        "distinct ones, or null. Received: []."
     ),
     "train hardware.gpu=[0,1]": (
         "hardware.gpu must name one GPU for each replica on this machine, 1 replica. "
@@ -402,8 +405,8 @@ CONFIG = {
         "or a part of it such as 'epoch/4'. Received: 0."
     ),
     "train 'dataset.validations={accuracy: test}'": (
-        "dataset.validations.accuracy must have another name: metrics of the dataset's "
-        "own split have it. Received: 'accuracy'."
+        "dataset.validations.accuracy must have another name, as metrics of the "
+        "dataset's own split have this one. Received: 'accuracy'."
     ),
     "train 'dataset.validations={examples_seen: test}'": (
         "dataset.validations.examples_seen must have another name: …"
@@ -416,7 +419,7 @@ CONFIG = {
         "and _. Received: 'a-b'."
     ),
     "train 'dataset.validations={late: {_target_: pipeline.dataset.digits, pad: 4}}'": (
-        "dataset.validations.late.pad must be that of the dataset, None, or be left "
+        "dataset.validations.late.pad must have the dataset's value, None, or be left "
         "out. Received: 4."
     ),
     "train training.evaluate_every=0": (
@@ -475,7 +478,8 @@ CONFIG = {
         "8, value: 0}. Received: 8."
     ),
     "train hardware.profile={start:0,updates:5}": (
-        "hardware.profile must be null, or the first update and how many: {start: 10, "
+        "hardware.profile must be null, or the first update and the number of updates: "
+        "{start: 10, "
         "updates: 5}. Received: {start: 0, updates: 5}."
     ),
     "train tracking.show={examples:65}": (
@@ -492,7 +496,8 @@ CONFIG = {
     ),
     "train training.shown=[]": f"training.shown must be {NAMED}. Received: [].",
     "train +training.shown.mine=early": (
-        "training.shown.mine._target_ must be the dotted name of what builds it. "
+        "training.shown.mine._target_ must be the dotted name of the code that builds "
+        "the object. "
         "Received: 'early'."
     ),
     "train +training.shown.worst._target_=builtins.dict": (
@@ -527,28 +532,28 @@ CONFIG = {
         "optimizer.clipnorm must be a positive number, or null. Received: 'tight'."
     ),
     "train optimizer.beta_1=-1": (
-        "optimizer.beta_1 must be from 0 to below 1. Received: -1."
+        "optimizer.beta_1 must be at least 0 and below 1. Received: -1."
     ),
     "train optimizer.beta_1=2": (
-        "optimizer.beta_1 must be from 0 to below 1. Received: 2."
+        "optimizer.beta_1 must be at least 0 and below 1. Received: 2."
     ),
     "train optimizer.beta_1=nan": (
-        "optimizer.beta_1 must be from 0 to below 1. Received: nan."
+        "optimizer.beta_1 must be at least 0 and below 1. Received: nan."
     ),
     "train optimizer.beta_1=inf": (
-        "optimizer.beta_1 must be from 0 to below 1. Received: inf."
+        "optimizer.beta_1 must be at least 0 and below 1. Received: inf."
     ),
     "train optimizer.beta_1=fast": (
-        "optimizer.beta_1 must be from 0 to below 1. Received: 'fast'."
+        "optimizer.beta_1 must be at least 0 and below 1. Received: 'fast'."
     ),
     "train optimizer.beta_2=1": (
-        "optimizer.beta_2 must be from 0 to below 1. Received: 1."
+        "optimizer.beta_2 must be at least 0 and below 1. Received: 1."
     ),
     "train optimizer=rmsprop optimizer.rho=1.5": (
-        "optimizer.rho must be from 0 to below 1. Received: 1.5."
+        "optimizer.rho must be at least 0 and below 1. Received: 1.5."
     ),
     "train optimizer=momentum optimizer.momentum=-0.9": (
-        "optimizer.momentum must be from 0 to below 1. Received: -0.9."
+        "optimizer.momentum must be at least 0 and below 1. Received: -0.9."
     ),
     "train optimizer.epsilon=-1": (
         "optimizer.epsilon must be a number of at least 0. Received: -1."
@@ -598,15 +603,18 @@ CONFIG = {
         "val/loss or val/accuracy. Received: 'loss'."
     ),
     "train training.keep_best.metric=val/loss": (
-        "training.keep_best.mode must say which val/loss is best. Received: null. "
+        "training.keep_best.mode must say whether the smallest or the largest val/loss "
+        "is best. Received: null. "
         "Choices: min, max. Did you mean 'min'?"
     ),
     "train training.keep_best.metric=val/late/accuracy": (
-        "training.keep_best.mode must say which val/late/accuracy is best. Received: "
+        "training.keep_best.mode must say whether the smallest or the largest "
+        "val/late/accuracy is best. Received: "
         "null. Choices: min, max. Did you mean 'max'?"
     ),
     "train training.keep_best.metric=val/quality": (
-        "training.keep_best.mode must say which val/quality is best. Received: null. "
+        "training.keep_best.mode must say whether the smallest or the largest "
+        "val/quality is best. Received: null. "
         "Choices: min, max."
     ),
     "train training.keep_best.mode=most": (
@@ -615,10 +623,12 @@ CONFIG = {
     ),
     # targets and names
     "train model._target_=7": (
-        "model._target_ must be the dotted name of what builds it. Received: 7."
+        "model._target_ must be the dotted name of the code that builds the object. "
+        "Received: 7."
     ),
     "train +training.callbacks.stop=early": (
-        "training.callbacks.stop._target_ must be the dotted name of what builds it. "
+        "training.callbacks.stop._target_ must be the dotted name of the code that "
+        "builds the object. "
         "Received: 'early'."
     ),
     "train +training.metrics.loss._target_=keras.metrics.MeanSquaredError": (
@@ -710,8 +720,8 @@ CONFIG = {
         "Received: '=3'."
     ),
     "train 'dataset.train_split=train[:90%]'": (
-        "dataset.train_split must be of Hydra's grammar (…); text with brackets has "
-        "quotes of its own: 'dataset.train_split=\"train[:90%]\"'. Received: "
+        "dataset.train_split must follow Hydra's grammar (…); quote text that has "
+        "brackets: 'dataset.train_split=\"train[:90%]\"'. Received: "
         "'dataset.train_split=train[:90%]'."
     ),
     "sweep seeds --again": (
@@ -722,7 +732,7 @@ CONFIG = {
         "--config-dir must be a folder that exists. Received: 'nope'."
     ),
     "train seed=[1": (
-        "seed must be of Hydra's grammar (no viable alternative at input '[1'). "
+        "seed must follow Hydra's grammar (no viable alternative at input '[1'). "
         "Received: 'seed=[1'."
     ),
     "train seed=1,2": (
@@ -761,7 +771,7 @@ CONFIG = {
         "you mean 'uri'?"
     ),
     # what belongs to a store and its records
-    "train schema=1": "schema must be 3, the one of this program. Received: 1.",
+    "train schema=1": "schema must be 3, the version of this program. Received: 1.",
     "train tracking.sweep=nope": (
         "tracking.sweep must be left out of a single run: it is for a multirun. "
         "Received: 'nope'."
@@ -786,7 +796,8 @@ CONFIG = {
         "…/mine/model/scalar.yaml cannot be read by Hydra (…)."
     ),
     "train --config-dir mine model=empty": (
-        "model._target_ must be the dotted name of what builds it. Received: null."
+        "model._target_ must be the dotted name of the code that builds the object. "
+        "Received: null."
     ),
     "train --config-dir mine model=orphan": (
         "model must be a config that exists (in model/orphan). Received: 'nope'."

@@ -153,7 +153,7 @@ class Touch:
 @pytest.mark.parametrize(
     ("answer", "key", "rule"),
     [
-        ("with optimizer", "start.weights_only", "must be true where start.run is a"),
+        ("with optimizer", "start.weights_only", "must be true if start.run is a"),
         ("unknown", "start.run", "must name a registered model of the store"),
         ("no model", "tracking.register", "must be null with tracking.log_model=false"),
         ("wrong name", "tracking.register", "must be of up to 100 letters"),
