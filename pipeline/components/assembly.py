@@ -586,7 +586,7 @@ def _check_same_data(data: Data, batch: Any, run_devices: Devices) -> None:
     lengths = [(name, int(split.cardinality())) for name, split in data.splits.items()]
     checksum = digest(batch, zlib.crc32(repr(lengths).encode()))
     if not run_devices.same(checksum & 0xFFFFFF):
-        rule = "must be the same for all workers, whose first examples are not"
+        rule = "must be the same for all workers, but their first examples differ"
         raise ConfigError("dataset", rule, data.name)
 
 
@@ -612,8 +612,7 @@ def _check_cut(parts: Parts) -> None:
         layers = parts.forward.cut_dependent_noise
         if layers:
             rule = (
-                "must be auto, which names them, or false: some layers can only draw "
-                "noise per micro-batch"
+                "must be false or auto: some layers can only draw noise per micro-batch"
             )
             raise ConfigError("accumulation.same_noise", rule, ", ".join(layers))
     if not parts.objective.training.over_batch:

@@ -49,10 +49,10 @@ def decide(
         micro_batch_size: examples per micro-batch.
 
     Returns:
-        The spec, with `true` if every worker can fuse at least one attention of the
-        model, else with `false`. The devices, whose description says that attention is
-        fused, or if it was required, why it is not. With `hardware.xla=fastest`, both
-        are returned unchanged.
+        The spec and the devices. The spec has `true` if every worker can fuse at least
+        one attention of the model, else `false`. The description of the devices says
+        that attention is fused or, if it was required, why it is not. With
+        `hardware.xla=fastest`, both are returned unchanged.
 
     Raises:
         ConfigError: fused attention is required, but XLA compiles nothing.
@@ -74,7 +74,7 @@ def decide(
                 model, batch_spec, micro_batch_size
             )
         elif is_required:
-            raise _must_be_off("XLA compiles nothing here: see hardware.xla")
+            raise _must_be_off("XLA compiles nothing here; see hardware.xla")
 
     is_fused = run_devices.agree("" in reasons)
     spec = spec.changed({FUSED_ATTENTION: is_fused})

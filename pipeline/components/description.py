@@ -95,7 +95,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
 
     moves = "with every micro-batch"
     if config.moving_statistics.name == "effective":
-        moves = "once an update"
+        moves = "once per update"
     layers_by_reason = {
         f"normalised by each micro-batch, moving statistics {moves}": [
             layer.name for layer in normalizing if layer.trainable

@@ -42,7 +42,7 @@ def exclude_from_decay(
     key = f"optimizer.{FROM_DECAY}"
     if not weight_decays(optimizer):
         name = type(optimizer).__name__
-        rule = f"must be [] where optimizer.weight_decay is null, as for this {name}"
+        rule = f"must be [] if optimizer.weight_decay is null, as for this {name}"
         raise ConfigError(key, rule, list(patterns))
     excluded = _matching(key, patterns, variables)
     optimizer.exclude_from_weight_decay(var_list=excluded)

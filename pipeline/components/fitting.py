@@ -190,7 +190,7 @@ def _token_counter(parts: Parts) -> Callable[[Any], tf.Tensor] | None:
     pad = parts.spec.dataset.get("pad")
     layers = internals.layers_of(parts.model)
     masks_zeros = any(getattr(layer, "mask_zero", False) for layer in layers)
-    # Batches that are cut by tokens are ragged, and no worker has a share alone.
+    # Batches that are cut by tokens are ragged, and every worker has them whole.
     has_shares = parts.reader is not None and not parts.spec.cuts_by_tokens
     if masks_zeros and has_shares:
         return None

@@ -59,7 +59,7 @@ def build(
     for validation_set in sets:
         choices += [f"val/{validation_set.name}/{name}" for name in results]
     if not choices:
-        rule = "is of the validation split, but the dataset has none: set it to null"
+        rule = "must be null: the dataset has no validation split"
         raise ConfigError(key, rule, keep.metric)
     if keep.metric not in choices:
         rule = "must be a metric of the validation split"

@@ -19,12 +19,13 @@ from pipeline.trust import instantiate
 # Errors for parameters of a model that the dataset cannot provide.
 _NOT_OFFERED = {
     "classes": (
-        "must be given: return pipeline.dataset.Data(…, …, classes=10), with the "
-        "model's number of classes, from the dataset's function, also for examples "
+        "must be given: return pipeline.dataset.Data(…, …, classes=10) from the "
+        "dataset's function, with the model's number of classes, even for examples "
         "without labels; or train with +model.classes=10"
     ),
     "input_shape": (
-        "must be given, or the model must not need it: the dataset has several inputs"
+        "must be given, as the dataset has several inputs; or use a model that does "
+        "not need it"
     ),
 }
 
@@ -270,7 +271,7 @@ def application(
             layer for layer in model.layers if fnmatch.fnmatchcase(layer.name, pattern)
         ]
         if not matching:
-            rule = "frozen: no layer has a name like this"
+            rule = "frozen must have only patterns that match a layer's name"
             raise ValueError(f"{rule}. Received: {pattern}")
         for layer in matching:
             layer.trainable = False
@@ -297,7 +298,7 @@ def _take_weights(model: keras.Model, file: str) -> None:
         rule = "weights must be a .keras or .weights.h5 file"
         raise ValueError(f"{rule}. Received: {file}")
     if not fits:
-        rule = "weights must fit this model: those of no layer do"
+        rule = "weights must fit at least one layer of this model"
         raise ValueError(f"{rule}. Received: {file}")
 
 
@@ -334,7 +335,7 @@ def _check(*, dropout: float, l2: float = 0.0, **sizes: Sequence[int]) -> None:
             rule = f"{name}: each size must be a whole number of at least 1"
             raise ValueError(f"{rule}. Received: {list(values)}")
     if isinstance(dropout, bool) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be from 0 to below 1. Received: {dropout}")
+        raise ValueError(f"dropout must be at least 0 and below 1. Received: {dropout}")
     if isinstance(l2, bool) or not 0 <= l2 < float("inf"):
         raise ValueError(f"l2 must be a number of at least 0. Received: {l2}")
 

@@ -32,7 +32,8 @@ def check(
         results: the names of the loss and the metrics of an evaluation.
 
     Raises:
-        ConfigError: the message lists the names that the logs can have.
+        ConfigError: a callback monitors another name. The message lists the names that
+            the logs can have.
     """
     choices = []
     if data.validation is not None:

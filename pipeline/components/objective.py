@@ -64,7 +64,7 @@ def build(training: DictConfig) -> RunObjective:
     loss_weights = _loss_weights(training.loss_weights)
     losses = _losses(training.loss, "training.loss")
     if training.loss is None and training.loss_over != "example":
-        rule = "must be example where training.loss is null"
+        rule = "must be example if training.loss is null"
         raise ConfigError("training.loss_over", rule, training.loss_over)
 
     def with_new_metrics() -> internals.Objective:
@@ -152,7 +152,7 @@ def notes_on_files(callbacks: Mapping[str, keras.callbacks.Callback]) -> list[st
             if isinstance(path, str) and path and not _is_absolute(path):
                 lines.append(
                     f"training.callbacks.{name} writes to {path} in the working folder, "
-                    f"where another run overwrites it: {argument}: "
+                    f"where another run overwrites it; set {argument}: "
                     f"${{hydra:runtime.output_dir}}/{path}"
                 )
     return lines
@@ -210,7 +210,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
         raise ConfigError(f"{key}.reduction", "must be a mean or a sum", loss.reduction)
     if kind.__call__ is not keras.losses.Loss.__call__:
         rule = (
-            "must compute in `call`, one value per example: "
+            "must compute one value per example in `call`: "
             "its __call__ is not called here"
         )
         raise ConfigError(f"{key}._target_", rule, kind.__name__)
@@ -253,7 +253,7 @@ def _shown_function(node: DictConfig, name: str) -> ShownFunction:
     key = f"training.shown.{name}"
     function = instantiate.build(node, key)
     if not callable(function):
-        rule = "must give a function of (x, y, outputs), by _partial_: true"
+        rule = "must give a function of (x, y, outputs), with _partial_: true"
         raise ConfigError(f"{key}._target_", rule, type(function).__name__)
     return function
 
@@ -269,15 +269,15 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
     # whole epoch with weights already trained on a part of it.
     if isinstance(callback, keras.callbacks.BackupAndRestore):
         rule = (
-            "must be left out: training.checkpoint_every takes its place, and "
-            "pipeline resume continues from there"
+            "must be left out: training.checkpoint_every replaces it, and "
+            "pipeline resume continues from the last checkpoint"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
     # SwapEMAWeights would swap the weights and their averages a second time.
     if isinstance(callback, keras.callbacks.SwapEMAWeights):
         rule = (
-            "must be left out: with +optimizer.use_ema=true, evaluations, on_epoch_end "
-            "of callbacks and the trained model have the averaged weights already"
+            "must be left out: with +optimizer.use_ema=true, evaluations, callbacks' "
+            "on_epoch_end and the trained model already have the averaged weights"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
     # Without a value, ModelCheckpoint saves as if it were the best one.

@@ -38,8 +38,8 @@ _CROSS_ENTROPIES = (
     keras.losses.SparseCategoricalCrossentropy,
 )
 _PADDED_REDUCTION = (
-    "must be mean_with_sample_weight or sum where dataset.pad pads the labels and the "
-    "model has no mask: this one also counts the padding"
+    "must be mean_with_sample_weight or sum if dataset.pad pads the labels and the "
+    "model has no mask: this reduction also counts the padding"
 )
 
 
@@ -154,12 +154,12 @@ def _check_loss(
         tape.watch(reached)
         total = _sum_of_losses(goal, example)
     if all(gradient is None for gradient in tape.gradient(total, reached)):
-        rule = "must depend on the model's outputs: no gradient reaches any"
+        rule = "must depend on the model's outputs: no gradient reaches them"
         raise ConfigError("training.loss", rule, model.name)
 
 
 def _sum_of_losses(goal: internals.Objective, example: _Example) -> tf.Tensor:
-    """Check the loss of each output; return their sum, scalar of float64."""
+    """Check the loss of each output; return their sum, a float64 scalar."""
     if example.y is None:
         rule = (
             "needs labels, but the dataset has none: set it to null if the model adds "

@@ -216,7 +216,7 @@ class WarmupStableDecay(keras.optimizers.schedules.LearningRateSchedule):
     """rate · max(0, min(1, (u + 1)/w, (t − u)/d)) for u completed updates.
 
     The rate rises over w updates, is stable, and falls over the last d of t updates. The
-    update before t is the last one that changes anything: its rate is 1/d.
+    update before t is the last one that changes anything, with 1/d of the stable rate.
 
     Warm-up, stable, decay (WSD): Hu et al. 2024 (arXiv:2404.06395, section 4). A linear
     decay over a fifth of the updates: Hägele et al. 2024 (arXiv:2405.18392, section 3).

@@ -248,7 +248,7 @@ def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
     """
     is_rmsprop = type(optimizer).__name__ == "RMSprop"
     if is_rmsprop and (optimizer.momentum or optimizer.centered):
-        message = "must not be sde for RMSprop with momentum or centered"
+        message = "must not be sde for RMSprop with momentum or centered=true"
         raise ConfigError("scaling.rule", message, "sde")
 
     root = math.sqrt(kappa)

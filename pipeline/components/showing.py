@@ -38,7 +38,7 @@ def make_plan(
         if settings == plan.NOTHING:
             key = "training.shown"
             received = list(objective.shown)
-        rule = "is of the validation split, but the dataset has none: leave it out"
+        rule = "must be left out: the dataset has no validation split"
         raise ConfigError(key, rule, received)
 
     padding = None

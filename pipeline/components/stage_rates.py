@@ -41,7 +41,7 @@ def check(spec: RunSpec) -> None:
     scale = spec.config.scaling
     if spec.config.accumulation.batch_schedule is None or scale.rule == Rule.none:
         return
-    why = f"with {SCHEDULE}, which the rate alone can follow"
+    why = f"with {SCHEDULE}, which only the learning rate can follow"
     if scale.rule.name not in _OF_THE_RATE_ALONE:
         raise ConfigError(
             "scaling.rule",

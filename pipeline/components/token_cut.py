@@ -26,9 +26,9 @@ def check_data(spec: RunSpec, data: Data) -> None:
         is_ragged = is_ragged and any(map(_varies, inputs))
     if not is_ragged:
         rule = (
-            "must come with dataset.pad, such as {multiple: 8, value: 0}, and inputs "
-            "of unequal length in each split: the lengths of dense inputs are not "
-            "known. Give the examples without padding, or set dataset.lengths, such "
+            "must come with dataset.pad, such as {multiple: 8, value: 0}, and with "
+            "inputs of unequal length in each split: the lengths of dense inputs are "
+            "not known. Give the examples without padding, or set dataset.lengths, such "
             f"as {{length: x.length, parts: [x.tokens, y]}}, or cut by {MICRO}"
         )
         raise ConfigError(TOKENS, rule, spec.batching.micro_batch_tokens)
@@ -37,7 +37,7 @@ def check_data(spec: RunSpec, data: Data) -> None:
 def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None:
     """Reject a model or an objective for which padding would change an update.
 
-    Nothing but made-up examples is computed: the evaluation is traced.
+    The evaluation is traced, not run; only made-up examples are computed.
 
     Args:
         spec: the spec of a run that cuts by tokens.

@@ -14,7 +14,7 @@ from pipeline.dataset.splits import Data
 
 MOST_ON_GPU = 4
 MOST_ON_CPU = 16
-# Examples of a stream whose lengths are looked at. Of a split in memory, all are.
+# Number of examples of a stream whose lengths are read. A split in memory is read whole.
 _MOST_OF_STREAM = 16_384
 # Effective batches that are cut to find out how much padding the lengths cost.
 _BATCHES_CUT = 16
@@ -33,10 +33,10 @@ def decide(
         batch_spec: the spec of an effective batch.
 
     Returns:
-        The spec, in which lengths replace `auto`, or null if XLA compiles no cut by
-        tokens. The devices, whose description names the lengths, and their cost in
-        padding if they were chosen here. With `hardware.xla=fastest`, both are returned
-        unchanged.
+        The spec and the devices. In the spec, `auto` is replaced by lengths, or by null
+        if XLA does not compile the cut by tokens. The description of the devices names
+        the lengths and, if they were chosen here, their cost in padding. With
+        `hardware.xla=fastest`, both are returned unchanged.
     """
     lengths = spec.config.hardware.xla_lengths
     if spec.times_xla:
@@ -110,7 +110,7 @@ class _Sample:
         return self.lengths.max(axis=1)
 
     def cost(self, spec: RunSpec, xla_lengths: tuple[int, ...]) -> float:
-        """Return by what share the positions of XLA's cut exceed those of the other."""
+        """Return the extra positions of XLA's cut, as a share of those of the other cut."""
         limit = internals.TokenLimit(
             spec.batching.micro_batch_tokens or 1,
             spec.config.accumulation.micro_batch_size,

@@ -57,13 +57,13 @@ PREPARED = {
         "split, counted from 0: …). Received: 'mine.unreadable'."
     ),
     "train experiment=text training.loss.reduction=sum_over_batch_size": (
-        "training.loss.reduction must be mean_with_sample_weight or sum where "
-        "dataset.pad pads the labels and the model has no mask: this one also counts "
-        "the padding. Received: 'sum_over_batch_size'."
+        "training.loss.reduction must be mean_with_sample_weight or sum if dataset.pad "
+        "pads the labels and the model has no mask: this reduction also counts the "
+        "padding. Received: 'sum_over_batch_size'."
     ),
     "train accumulation.micro_batch_tokens=512": (
         "accumulation.micro_batch_tokens must come with dataset.pad, such as "
-        "{multiple: 8, value: 0}, and inputs of unequal length in each split: the "
+        "{multiple: 8, value: 0}, and with inputs of unequal length in each split: the "
         "lengths of dense inputs are not known. Give the examples without padding, or "
         "set dataset.lengths, such as {length: x.length, parts: [x.tokens, y]}, or cut "
         "by accumulation.micro_batch_size. Received: 512."
@@ -80,8 +80,8 @@ PREPARED = {
         "alone. Received: …). Received: 9."
     ),
     "train model._target_=mine.recurrent accumulation.same_noise=true": (
-        "accumulation.same_noise must be auto, which names them, or false: some layers "
-        "can only draw noise per micro-batch. Received: 'lstm'."
+        "accumulation.same_noise must be false or auto: some layers can only draw "
+        "noise per micro-batch. Received: 'lstm'."
     ),
     (
         "train experiment=quick training.loss._target_=keras.losses.Circle "
@@ -106,7 +106,7 @@ PREPARED = {
     ),
     f"train {MLP} model.dropout=1": (
         "model is rejected by pipeline.components.model.mlp (ValueError: dropout "
-        "must be from 0 to below 1. Received: 1.0). Received: …"
+        "must be at least 0 and below 1. Received: 1.0). Received: …"
     ),
     "train model._target_=mine.one_argument": (
         "model.filters must be an argument of mine.one_argument; a model of your own "
@@ -184,7 +184,7 @@ PREPARED = {
         f"train {MLP} training.loss._target_=mine.flat_loss {NO_LOGITS} "
         "+training.loss._partial_=true"
     ): (
-        "training.loss must depend on the model's outputs: no gradient reaches any. "
+        "training.loss must depend on the model's outputs: no gradient reaches them. "
         "Received: …"
     ),
     (
@@ -208,8 +208,8 @@ PREPARED = {
         "keras.callbacks.BackupAndRestore, backup_dir: there}'"
     ): (
         "training.callbacks.backup._target_ must be left out: "
-        "training.checkpoint_every takes its place, and pipeline resume continues from "
-        "there. Received: 'BackupAndRestore'."
+        "training.checkpoint_every replaces it, and pipeline resume continues from the "
+        "last checkpoint. Received: 'BackupAndRestore'."
     ),
     "ui --port {open}": (
         "--port must be a free port: choose another with --port (…). Received: {open}."
@@ -412,7 +412,7 @@ PREPARED_TOO = {
         "Received: 'Huber'."
     ),
     f"train {MLP} +training.shown.mine._target_=builtins.dict": (
-        "training.shown.mine._target_ must give a function of (x, y, outputs), by "
+        "training.shown.mine._target_ must give a function of (x, y, outputs), with "
         "_partial_: true. Received: 'dict'."
     ),
     f"train {MLP} tracking.uri=sqlite:///file/mlflow.db": (

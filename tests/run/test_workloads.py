@@ -292,7 +292,8 @@ def test_a_network_with_weights_of_ones_own_is_fine_tuned(tmp_path, kind):
     assert not np.array_equal(logits, theirs.get_layer("logits").get_weights()[0])
 
     rules = {
-        "model.frozen=[nothing_*]": "frozen: no layer has a name like this. "
+        "model.frozen=[nothing_*]": "frozen must have only patterns that match a "
+        "layer's name. "
         "Received: nothing_*",
         "model.weights=nowhere.keras": "weights must be a file that exists. "
         "Received: nowhere.keras",
