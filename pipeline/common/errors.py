@@ -199,7 +199,7 @@ def say_id(run_id: str) -> None:
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
-    """Return `n` followed by the noun, or unless `n` is 1 by its plural.
+    """Return `n` followed by the noun, or by its plural unless `n` is 1.
 
     By default, the plural is the noun with an s.
     """
@@ -255,7 +255,7 @@ def _is_raised_by_keras(error: BaseException) -> bool:
 def _line_of_cause(lines: list[str], is_of_keras: bool) -> str:
     """Return the line of a message that names the cause.
 
-    Keras wraps its messages, so the line of one includes those that continue it.
+    Keras wraps its messages, so the returned line includes those that continue it.
     """
     if "[[{{node PyFunc}}]]" in lines:
         # Python code in the graph raised the error: the message has the exception
@@ -311,7 +311,7 @@ def exits_as_failures() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        raise RunError(f"code of the run has called exit({error.code!r})") from error
+        raise RunError(f"the run's code called exit({error.code!r})") from error
 
 
 @contextmanager

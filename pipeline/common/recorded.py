@@ -106,8 +106,8 @@ def _check_type(value: Any, types: Any, path: list[str]) -> None:
     alternatives = types if isinstance(types, tuple) else (types,)
     expected = " or ".join(_WORDS[each] for each in alternatives)
     actual = _WORDS.get(type(value), type(value).__name__)
-    subject = path[-1] if path else "all of it"
-    raise FormError(f"{subject} must be {expected}, and is {actual}")
+    subject = path[-1] if path else "the content"
+    raise FormError(f"{subject} must be {expected}, but is {actual}")
 
 
 def _check_entries(mapping: Any, key: Any, form: Any, path: list[str]) -> None:

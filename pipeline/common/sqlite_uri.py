@@ -32,7 +32,7 @@ def misread(uri: str) -> str:
     """
     path = os.path.abspath(path_in(uri))
     if "?" in path:
-        return f"must have no ? in its path, which ends there: {path}"
+        return f"must have no ? in its path, which would end there: {path}"
     if unquote(path) != path:
         return f"must have no %-code in its path, which is read as {unquote(path)}"
     return ""

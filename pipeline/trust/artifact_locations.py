@@ -1,6 +1,6 @@
 """Checks where a store keeps its artifacts.
 
-A store that is not trusted must not decide which files are read or written, and where
+A store that is not trusted must not decide which files are read or written, or where
 data is sent. MLflow reads and writes wherever the store says that a run, an experiment
 or a model keeps its artifacts, and sends the user's credentials for the tracking server
 to any host that the store names. The verbs that read a store accept only:
@@ -128,8 +128,8 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     )
     if not lies_there or not uri.isprintable() or "\\" in uri:
         rule = (
-            "must be a store that keeps artifacts with itself or in a bucket: "
-            f"these lie in {uri}; trust.allow or --allow may name that place"
+            "must be a store that keeps artifacts with itself or in a bucket; "
+            f"these artifacts lie in {uri}: trust.allow or --allow may name that place"
         )
         raise ConfigError("tracking.uri", rule, tracking_uri)
 

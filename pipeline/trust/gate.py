@@ -289,7 +289,7 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
     for name in node:
         is_scalar = type(name) in (str, int, bool, float)
         if not is_scalar or "${" in str(name) or not str(name).isprintable():
-            rule = "must have plain names for its keys"
+            rule = "must have plain names as its keys"
             raise ConfigError(key or "the config", rule, repr(name))
         if name in ("class_name", "registered_name"):
             rule = "must not be a serialized object: name it by _target_"
@@ -323,8 +323,7 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
         text = str(value)
         if not (_RUN.fullmatch(text) or MODEL.fullmatch(text)):
             rule = (
-                "must be the ID of a run where it comes from a store: "
-                "give start.run again"
+                "must be the ID of a run if it comes from a store: give start.run again"
             )
             raise ConfigError("start.run", rule, str(value))
     elif type(value) is str:

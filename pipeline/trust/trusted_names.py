@@ -141,7 +141,7 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
             "a public Keras layer, optimizer, schedule, loss, metric, callback, "
             "regularizer, initializer, constraint or application, or lie under "
             "a prefix that you allow by --allow or trust.allow; if the code is your "
-            f"own, to trust it: --allow {package}"
+            f"own, trust it with --allow {package}"
         )
         raise ConfigError(key, rule, target)
 

@@ -411,7 +411,7 @@ CONFIGS = {
     "endless": (b"dataset: &a\n  b: *a\n", "line 2: an alias is not expected"),
     "number": (
         GROUPS.replace("tracking: {}", "tracking: 5").encode(),
-        "line 9: tracking must be a mapping, and is an integer",
+        "line 9: tracking must be a mapping, but is an integer",
     ),
     "binary": (
         b"dataset: {}\n\xff\n",
@@ -444,14 +444,14 @@ def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
     ("text", "reason"),
     [
         ("{", "line 1: Expecting property name enclosed in double quotes"),
-        ("[]", "line 1: all of it must be a mapping, and is a list"),
+        ("[]", "line 1: the content must be a mapping, but is a list"),
         (
             '{"name": "a", "version": "1", "examples": {},\n "files":\n 5}',
-            "line 2: files must be a mapping, and is an",
+            "line 2: files must be a mapping, but is an",
         ),
         (
             '{"name": "a", "version": "1",\n "examples": {"train": null}}',
-            "line 2: train must be an integer, and is null",
+            "line 2: train must be an integer, but is null",
         ),
         ("[" * 100_000, "line 1: maximum recursion depth exceeded"),
     ],

@@ -317,7 +317,7 @@ def test_the_whole_traceback_comes_before_the_line_where_it_is_asked_for(folder)
     ("raised", "line"),
     [
         ("UnicodeError('late')", "UnicodeError: late"),
-        ("SystemExit(0)", "RunError: code of the run has called exit(0)"),
+        ("SystemExit(0)", "RunError: the run's code called exit(0)"),
     ],
 )
 @pytest.mark.slow

@@ -216,7 +216,7 @@ def test_by_its_id_a_run_is_read_from_the_store(made, made_by_id):
     assert answer["status"] == 2
     assert "mine.points" in answer["err"]
     assert (
-        "to trust it: --allow mine, or name the run by its directory," in answer["err"]
+        "trust it with --allow mine, or name the run by its directory," in answer["err"]
     )
     assert answer["changed"] == []
 

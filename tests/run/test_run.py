@@ -336,7 +336,7 @@ def test_an_exit_of_the_users_code_is_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(
         run.resume_rules, "find_continuation", lambda *_, **__: sys.exit(0)
     )
-    with pytest.raises(RunError, match=r"code of the run has called exit\(0\)"):
+    with pytest.raises(RunError, match=r"the run's code called exit\(0\)"):
         run.run(compose.composed([]), [], tmp_path)
 
 

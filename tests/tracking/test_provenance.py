@@ -678,11 +678,11 @@ HOSTILE = {
     ),
     "a date": (
         {"model.table": {datetime.date(2020, 1, 1): 1}},
-        "model.table must have plain names for its keys",
+        "model.table must have plain names as its keys",
     ),
     "null": (
         {"model.table": {None: 1, "a": 2}},
-        "model.table must have plain names for its keys",
+        "model.table must have plain names as its keys",
     ),
     "reads": (
         {
@@ -720,7 +720,7 @@ UNREADABLE = {
     "list": (
         "config.yaml",
         "- 1\n",
-        "config.yaml, line 1: all of it must be a mapping, and is a list",
+        "config.yaml, line 1: the content must be a mapping, but is a list",
     ),
     "no yaml": ("config.yaml", "a: [\n", "must have a record that can be read"),
     "binary": ("config.yaml", b"\xff\xfe\x00", "must have a record that can be read"),
@@ -739,12 +739,12 @@ UNREADABLE = {
     "environment": (
         "environment.json",
         "[]",
-        "environment.json, line 1: all of it must be a mapping, and is a list",
+        "environment.json, line 1: the content must be a mapping, but is a list",
     ),
     "git": (
         "environment.json",
         '{"git": "x"}',
-        "environment.json, line 1: git must be a mapping, and is a text",
+        "environment.json, line 1: git must be a mapping, but is a text",
     ),
     "dataset": (
         "dataset.json",
@@ -760,12 +760,12 @@ UNREADABLE = {
         "dataset.json",
         '{"name": "", "version": "", "examples": {"validation": "abc"}, '
         '"files": {}, "content": {}}',
-        "dataset.json, line 1: validation must be an integer, and is a text",
+        "dataset.json, line 1: validation must be an integer, but is a text",
     ),
     "group": (
         "config.yaml",
         "optimizer: sgd\n",
-        "config.yaml, line 1: optimizer must be a mapping, and is a text",
+        "config.yaml, line 1: optimizer must be a mapping, but is a text",
     ),
     "schema, endless": (
         "config.yaml",

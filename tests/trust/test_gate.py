@@ -513,7 +513,7 @@ REFUSED = [
     (
         "start.run",
         "/somewhere/run@40",
-        "start.run must be the ID of a run where it comes from a store",
+        "start.run must be the ID of a run if it comes from a store",
     ),
     ("start.run", "runs", "start.run must be the ID of a run"),
     ("start.run", "abc", "start.run must be the ID of a run"),
@@ -659,7 +659,7 @@ def test_a_refusal_imports_no_keras(gate):
     assert done.stdout.startswith(
         "z._target_ of a config from a tracking store must be a builder of this package"
     )
-    way = "if the code is your own, to trust it: --allow os. Received: 'os.system'."
+    way = "if the code is your own, trust it with --allow os. Received: 'os.system'."
     assert way in done.stdout
 
 

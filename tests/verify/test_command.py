@@ -174,4 +174,4 @@ def test_code_of_the_run_that_exits_gives_no_verdict(tmp_path):
         "verify", "model=mlp", "model._target_=mine.leaving", cwd=tmp_path, status=1
     )
     assert done.stdout == ""
-    assert "code of the run has called exit(0)" in done.stderr
+    assert "the run's code called exit(0)" in done.stderr
