@@ -102,7 +102,7 @@ def test_a_callback_that_writes_into_the_working_folder_is_named(tmp_path):
     }
     assert objective.notes_on_files(callbacks) == [
         "training.callbacks.best writes to best.keras in the working folder, where "
-        "another run overwrites it: filepath: ${hydra:runtime.output_dir}/best.keras"
+        "another run overwrites it; set filepath: ${hydra:runtime.output_dir}/best.keras"
     ]
 
 

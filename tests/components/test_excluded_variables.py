@@ -162,7 +162,7 @@ PATHS = "hidden/kernel, hidden/bias, norm/gamma, norm/beta, logits/kernel, logit
         ),
         (
             ["optimizer=adam", "+optimizer.exclude_from_decay=[bias]"],
-            "optimizer.exclude_from_decay must be [] where optimizer.weight_decay is "
+            "optimizer.exclude_from_decay must be [] if optimizer.weight_decay is "
             "null, as for this Adam. Received: ['bias'].",
         ),
     ],

@@ -160,7 +160,7 @@ def test_what_is_refused(workers, environment, line):
         ),
         (
             {"SLURM_STEP_TASKS_PER_NODE": ""},
-            "SLURM_STEP_TASKS_PER_NODE must be set in a task of a Slurm step, as srun",
+            "SLURM_STEP_TASKS_PER_NODE must be set in a task of a Slurm step: start",
         ),
         (
             {"SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
@@ -226,9 +226,9 @@ def test_workers_open_no_port_to_others_unasked(addresses, reached, monkeypatch)
         with pytest.raises(ConfigError) as refused:
             resolve(composed(overrides), overrides, {})
         assert str(refused.value).startswith(
-            "hardware.open_ports must be true for several workers: TensorFlow opens a "
-            f"port for each on {reached[0]} without a password, and anyone who can "
-            "reach it can read and write "
+            "hardware.open_ports must be true for several workers: for each worker, "
+            f"TensorFlow opens a port on {reached[0]} without a password, and anyone "
+            "who can reach this port can read and write "
         )
     else:
         resolve(composed(overrides), overrides, {})

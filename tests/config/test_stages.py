@@ -351,7 +351,8 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
         ),
         (
             [RAMP, "accumulation.effective_batch_size=64"],
-            "accumulation.effective_batch_size must be left out, or that of the first "
+            "accumulation.effective_batch_size must be left out, or be that of the "
+            "first "
             "stage, 32. Received: 64.",
         ),
         (

@@ -65,8 +65,8 @@ CONFIG = {
         "of stages, with schedule.clock=examples."
     ),
     "train +accumulation.seesaw_max=512": (
-        "accumulation.seesaw_max was removed in version 0.2.0: give each stage of the "
-        "effective batch its size."
+        "accumulation.seesaw_max was removed in version 0.2.0: give the effective "
+        "batch size of each stage."
     ),
     "train accumulation.scale_rate=false": (
         "accumulation.scale_rate was removed in version 0.2.0: the scaling rule "
@@ -643,8 +643,8 @@ CONFIG = {
         "…gradient_square… Received: 'gradient_square'."
     ),
     "train '+training.metrics={a//b: {_target_: keras.metrics.MeanSquaredError}}'": (
-        "training.metrics.a//b must have a name that MLflow accepts (…without empty or "
-        "dotted parts) other than … Received: 'a//b'."
+        "training.metrics.a//b must have a name that MLflow accepts (…that is empty, . "
+        "or ..) other than … Received: 'a//b'."
     ),
     "train '+training.metrics={..: {_target_: keras.metrics.MeanSquaredError}}'": (
         "training.metrics... must have a name that MLflow accepts (…) other than … "

@@ -80,7 +80,7 @@ def test_a_store_whose_path_is_read_as_another_one_is_rejected(
 
 @pytest.mark.parametrize("uri", ["sqlite:///a?b.db", "sqlite:///a?b/c=d/e.db"])
 def test_a_path_with_a_question_mark_is_not_taken_for_options(uri):
-    with pytest.raises(ConfigError, match=r"must have no . in its path, and options"):
+    with pytest.raises(ConfigError, match=r"must have no . in its path; options"):
         validate._check_store(uri)
     validate._check_store("sqlite:///a.db?timeout=30&cached_statements=128")
 
