@@ -28,8 +28,8 @@ def check_data(spec: RunSpec, data: Data) -> None:
         rule = (
             "must come with dataset.pad, such as {multiple: 8, value: 0}, and with "
             "inputs of unequal length in each split: the lengths of dense inputs are "
-            "not known. Give the examples without padding, or set dataset.lengths, such "
-            f"as {{length: x.length, parts: [x.tokens, y]}}, or cut by {MICRO}"
+            "not known. Give the examples without padding, or set dataset.lengths, "
+            f"such as {{length: x.length, parts: [x.tokens, y]}}, or cut by {MICRO}"
         )
         raise ConfigError(TOKENS, rule, spec.batching.micro_batch_tokens)
 

@@ -14,7 +14,8 @@ from pipeline.dataset.splits import Data
 
 MOST_ON_GPU = 4
 MOST_ON_CPU = 16
-# Number of examples of a stream whose lengths are read. A split in memory is read whole.
+# Number of examples of a stream whose lengths are read. A split in memory is read
+# whole.
 _MOST_OF_STREAM = 16_384
 # Effective batches that are cut to find out how much padding the lengths cost.
 _BATCHES_CUT = 16
@@ -110,7 +111,7 @@ class _Sample:
         return self.lengths.max(axis=1)
 
     def cost(self, spec: RunSpec, xla_lengths: tuple[int, ...]) -> float:
-        """Return the extra positions of XLA's cut, as a share of those of the other cut."""
+        """Return the extra positions of XLA's cut, as a share of the other cut's."""
         limit = internals.TokenLimit(
             spec.batching.micro_batch_tokens or 1,
             spec.config.accumulation.micro_batch_size,

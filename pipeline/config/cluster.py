@@ -151,9 +151,9 @@ def check_open_ports(allowed: bool) -> None:
     if addresses:
         rule = (
             "must be true for several workers: for each worker, TensorFlow opens a "
-            f"port on {', '.join(addresses[:5])} without a password, and anyone who can "
-            "reach this port can read and write your files. On a private network, use "
-            "hardware=multi_worker, which sets this key; in a namespace without a "
+            f"port on {', '.join(addresses[:5])} without a password, and anyone who "
+            "can reach this port can read and write your files. On a private network, "
+            "use hardware=multi_worker, which sets this key; in a namespace without a "
             "network, this key is not needed"
         )
         raise ConfigError("hardware.open_ports", rule, False)

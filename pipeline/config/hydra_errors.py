@@ -327,8 +327,8 @@ def _merge_error(
     rule = f"must be {_NAMED.get(key, _KINDS[wanted])}"
     if key not in _NAMED and f"{key}.".startswith(_BELOW_ANY_TYPE):
         rule += (
-            f", like the value that it is merged with; to set a {other}, put {key}=null "
-            "before it"
+            f", like the value that it is merged with; to set a {other}, put "
+            f"{key}=null before it"
         )
 
     # OmegaConf's error does not contain the value, so look for it in the overrides.
@@ -338,8 +338,8 @@ def _merge_error(
         if isinstance(value, dict) and value and not origin:
             # The wrong value is one of those in the mapping, and the error has no key.
             rule = (
-                "must have mappings and lists in the same places as the value that it is "
-                "merged with"
+                "must have mappings and lists in the same places as the value that it "
+                "is merged with"
             )
             return ConfigError(key, rule, value)
     return ConfigError(key, rule + _in_file(origin))

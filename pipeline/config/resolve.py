@@ -302,7 +302,10 @@ def check_fused_attention(spec: RunSpec) -> None:
     if spec.times_xla:
         raise ConfigError(FUSED_ATTENTION, f"{rule} with hardware.xla=fastest", True)
     if hardware.deterministic:
-        because = "with hardware.deterministic=true: one of its gradients is not deterministic"
+        because = (
+            "with hardware.deterministic=true: one of its gradients is not "
+            "deterministic"
+        )
         raise ConfigError(FUSED_ATTENTION, f"{rule} {because}", True)
     if spec.dataset.get("batched"):
         because = f"with {sizes.BATCHED}=true: batches may have any size"

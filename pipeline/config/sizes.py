@@ -273,7 +273,8 @@ def _sizes_by_tokens(
     """Return the sizes that apply if the config has a limit of tokens.
 
     A factor on the command line outranks a limit of tokens that comes from elsewhere;
-    the limit is then None. Otherwise, the factor is None, as it differs between updates.
+    the limit is then None. Otherwise, the factor is None, as it differs between
+    updates.
 
     Args:
         accumulation: the config group, which has a limit of tokens.
@@ -341,8 +342,8 @@ def of_batches(
         raise ConfigError("scaling.rule", rule)
     if replicas != 1:
         rule = (
-            f"must be 1 on a single worker with {BATCHED}=true: batches are not divided "
-            "among replicas"
+            f"must be 1 on a single worker with {BATCHED}=true: batches are not "
+            "divided among replicas"
         )
         raise ConfigError(REPLICAS, rule, replicas)
     if micro in SEARCHED:

@@ -62,7 +62,8 @@ def parse(validations: Any) -> list[ValidationSet]:
     """Return the sets in a plain `dataset.validations`; null has none.
 
     Raises:
-        ConfigError: the value is not a mapping, or an entry is neither a split nor a node.
+        ConfigError: the value is not a mapping, or an entry is neither a split nor a
+            node.
     """
     if validations is None:
         return []
@@ -108,7 +109,10 @@ def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None
             rule = "must have a plain word as its name: letters, digits and _"
             raise ConfigError(validation_set.key, rule, name)
         if name in taken:
-            rule = "must have another name, as metrics of the dataset's own split have this one"
+            rule = (
+                "must have another name, as metrics of the dataset's own split have "
+                "this one"
+            )
             raise ConfigError(validation_set.key, rule, name)
 
 
