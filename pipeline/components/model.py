@@ -167,9 +167,9 @@ def tabular(
     inputs = keras.Input(tuple(input_shape))
     # Normalize in full precision even under a mixed policy: measurements and their
     # variances may exceed the range of float16.
-    normalisation = layers.Normalization(dtype=keras.config.floatx())
-    normalisation.adapt(training_examples.map(lambda x, *_: x).batch(1024))
-    outputs = _head(normalisation(inputs), 1, hidden, dropout, l2)
+    normalization = layers.Normalization(dtype=keras.config.floatx())
+    normalization.adapt(training_examples.map(lambda x, *_: x).batch(1024))
+    outputs = _head(normalization(inputs), 1, hidden, dropout, l2)
     if activation:
         outputs = layers.Activation(activation, dtype=outputs.dtype)(outputs)
     return keras.Model(inputs, outputs, name="tabular")

@@ -210,7 +210,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
         raise ConfigError(f"{key}.reduction", "must be a mean or a sum", loss.reduction)
     if kind.__call__ is not keras.losses.Loss.__call__:
         rule = (
-            "must compute one value per example in `call`: "
+            "must compute one value per example in `call`, because "
             "its __call__ is not called here"
         )
         raise ConfigError(f"{key}._target_", rule, kind.__name__)
