@@ -518,9 +518,7 @@ def test_a_run_that_continued_with_changed_code_says_so(tmp_path):
     interrupted(folder, 17, 15, *RUN)
     (folder / "mine.py").write_text(f"{MINE}\n# changed")
     said = pipeline("resume", "run", cwd=folder, status=2).stderr
-    assert (
-        "but it has changed since: mine.py; training.accept_changed_code=true" in said
-    )
+    assert "which has changed since: mine.py; training.accept_changed_code=true" in said
     assert Store(folder).run().info.status == "KILLED"
     accepted = "training.accept_changed_code=true"
     said = pipeline("resume", "run", accepted, cwd=folder).stderr
