@@ -119,7 +119,7 @@ CASES = (
     Case(
         "clipping",
         "clipping by the global norm",
-        "the gradient of each micro-batch is clipped, instead of their mean",
+        "each micro-batch's gradient is clipped, instead of the mean of the gradients",
         clip=0.05,
     ),
     Case(

@@ -51,7 +51,7 @@ LIBRARIES = (
                 title="ours",
                 how=(
                     "the loop of `pipeline train` with its `Update` and recorder; w* "
-                    "is computed from the same effective batches, in the order of a seed"
+                    "is computed from the same effective batches, in the same seeded order"
                 ),
                 page="design.md",
             ),

@@ -86,9 +86,9 @@ def check_noise(model: keras.Model, x: Nest) -> None:
                 continue
             pairs = zip(alone, longer, strict=True)
             if not all(_close(*pair, _rounding(model)) for pair in pairs):
-                rule = "same_noise must be False with micro_batch_tokens for a model"
-                reason = "that draws noise where padding is not at the end"
-                raise ValueError(f"{rule} {reason}. Received: {model.name}")
+                rule = "with micro_batch_tokens, same_noise must be False if a layer"
+                case = "draws noise on inputs whose padding is not at their end"
+                raise ValueError(f"{rule} {case}. Received: {model.name}")
 
 
 def _noisy_outputs(

@@ -59,7 +59,10 @@ def text(arguments: Sequence[str]) -> str:
 
 
 def _values(config: DictConfig) -> dict[str, Any]:
-    """Return the config as plain values, with references if one cannot be resolved."""
+    """Return the config as plain values.
+
+    If a reference cannot be resolved, all references are left as they are.
+    """
     try:
         return plain(config)
     except OmegaConfBaseException:

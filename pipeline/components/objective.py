@@ -336,6 +336,6 @@ def _check_serializable(model: keras.Model) -> None:
     except Exception as error:  # `get_config` is user code and may raise anything
         reason = first_line(error)
         raise ValueError(
-            f"{reason}. With save_weights_only: true and a filepath that ends in "
-            ".weights.h5, it saves the weights alone"
+            f"{reason}. To save only the weights, set save_weights_only: true and a "
+            "filepath that ends in .weights.h5"
         ) from error

@@ -197,8 +197,10 @@ def _missing_config_error(
         if removal is not None:
             return removal
         return ConfigError(group, rule, name, error.options)
-    rule = f"must be a config that exists{_in_file(_origin(error))}"
+    rule = "must be a config that exists"
     if group or _origin(error):
+        if _origin(error):
+            rule += f" (named in {_origin(error)})"
         return ConfigError(group or "--config-name", rule, name)
     rule += " in ./conf or in the folder of --config-dir"
     file = f"{name.removesuffix('.yaml')}.yaml"
@@ -437,7 +439,7 @@ def _group_error(
         if isinstance(value, list):
             names = value
         if not all(isinstance(name, str | dict) for name in names):
-            rule = "must be the name of an option of its group"
+            rule = "must name one of the options of this group"
             return ConfigError(key, rule, value, known[key])
     return None
 

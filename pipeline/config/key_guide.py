@@ -140,7 +140,7 @@ KEY_GROUPS = (
     ),
     KeyGroup(
         "Several machines",
-        "For a run of several workers: [Trust](trust.md#open-ports) explains the "
+        "For a run on several workers. [Trust](trust.md#open-ports) explains the "
         "ports.",
         (
             "hardware.workers",

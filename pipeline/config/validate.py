@@ -572,7 +572,7 @@ _CHECKS = {
         lambda value: bool(value.strip()) and len(value) <= 250,
     ),
     "schema": Check(
-        f"{schema.SCHEMA}, the version of this program",
+        f"{schema.SCHEMA}, the schema version of this program",
         lambda value: value == schema.SCHEMA,
     ),
     "seed": Check("from 0 to 4294967295", lambda value: 0 <= value < 2**32),

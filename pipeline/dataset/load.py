@@ -407,7 +407,7 @@ def _normalized(node: DictConfig, data: Data) -> Data:
 
 
 def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
-    """Return the data with the examples of one split in one form.
+    """Return the data with the examples of a split brought into the common form.
 
     All ways in which they are made give this form: in the order of the split, with
     shuffled files, and from stored records.

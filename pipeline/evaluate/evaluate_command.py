@@ -88,7 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _check_ended(run: Subject) -> None:
-    """Reject a run that another process trains.
+    """Reject a run that another process is training.
 
     Only that process may write the run's journal.
     """

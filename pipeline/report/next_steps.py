@@ -221,7 +221,7 @@ def _better_final(
         if lead.equal:
             return ""
         if is_reversed(lead, final.ranking.lower_is_better):
-            other_seeds = ", though not at the seeds that both have"
+            other_seeds = ", though not on the seeds that both groups have"
         elif lead.seeds > 1 and not lead.told_apart:
             return (
                 f" {best.name} ends best by {final.metric}, but the difference is "

@@ -191,12 +191,12 @@ class Ranking:
                 f"The next is {name}, {number(distance, scale)} behind, with one seed."
             )
         if lead.equal:
-            return f"{name} does just as well at the seeds that both have."
+            return f"{name} does just as well on the seeds that both groups have."
 
         where = "behind"
         has_equal_mean = distance <= EQUAL * abs(self.best.spread.mean)
         if is_reversed(lead, self.lower_is_better) and not has_equal_mean:
-            where = "ahead at the seeds that both have"
+            where = "ahead on the seeds that both groups have"
         half_width = lead.half_width()
         if math.isinf(half_width):
             why = f"as all seeds are equally far {where.partition(' ')[0]}"

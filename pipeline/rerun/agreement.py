@@ -246,7 +246,7 @@ def page(old: History, new: History, title: str, about: str) -> str:
         key="apart",
         section="Differences",
         title="Relative difference of the losses by update",
-        caption="Updates at which both runs are equal to the bit are left out.",
+        caption="Updates at which both runs are bit-identical are left out.",
         data=differences,
         layout={"xaxis": updates, "yaxis": axis("relative difference", log=True)},
     )

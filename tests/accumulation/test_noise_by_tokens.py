@@ -145,7 +145,7 @@ def reversed_in_time():
     "same_noise", [True, pytest.param("auto", marks=pytest.mark.slow)]
 )
 def test_noise_that_begins_with_the_padding_is_rejected(float64, same_noise):
-    with pytest.raises(ValueError, match="draws noise where padding is not at the end"):
+    with pytest.raises(ValueError, match="noise on inputs whose padding is not at"):
         trained(19, same_noise=same_noise, model=reversed_in_time)
 
 

@@ -132,8 +132,8 @@ def compiled_with(callback):
 def test_a_model_that_cannot_be_saved_is_rejected_before_the_first_epoch():
     rule = (
         r"training\.callbacks\.save must be able to run \(Object Unsaved was created .* "
-        r"Please implement `get_config\(\)`\. With save_weights_only: true and a "
-        r"filepath that ends in \.weights\.h5, it saves the weights alone\)"
+        r"Please implement `get_config\(\)`\. To save only the weights, set "
+        r"save_weights_only: true and a filepath that ends in \.weights\.h5\)"
     )
     with pytest.raises(ConfigError, match=rule):
         compiled_with(keras.callbacks.ModelCheckpoint("last.keras"))

@@ -127,7 +127,7 @@ LOSSES = "[{_target_: keras.losses.Huber}]"
             "model.hidden must be a list, like the value that it is merged with; to "
             "set a mapping, put model.hidden=null before it. Received: {a: 1}.",
         ),
-        ("hardware=[1]", "hardware must be the name of an option of its group."),
+        ("hardware=[1]", "hardware must name one of the options of this group."),
     ],
 )
 def test_a_value_of_the_wrong_form_is_shown_with_its_rule(override, line):
@@ -158,7 +158,7 @@ def test_a_list_of_losses_in_a_config_that_is_merged(tmp_path):
     [
         (
             ("~dataset", "model=5"),
-            "model must be the name of an option of its group. Received: 5.",
+            "model must name one of the options of this group. Received: 5.",
         ),
         (
             ("training.keep_best=null", "training.keep_best.metric=val/loss"),

@@ -38,7 +38,7 @@ CONFIG = {
         "adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd. Did you mean 'adamw'?"
     ),
     "train dataset=3": (
-        "dataset must be the name of an option of its group. Received: 3. Choices: "
+        "dataset must name one of the options of this group. Received: 3. Choices: "
         "…digits…tfds…"
     ),
     "train hydra/launcher=nope": (
@@ -771,7 +771,7 @@ CONFIG = {
         "you mean 'uri'?"
     ),
     # what belongs to a store and its records
-    "train schema=1": "schema must be 3, the version of this program. Received: 1.",
+    "train schema=1": "schema must be 3, the schema version of this program. Received: 1.",
     "train tracking.sweep=nope": (
         "tracking.sweep must be left out of a single run: it is for a multirun. "
         "Received: 'nope'."
@@ -800,7 +800,7 @@ CONFIG = {
         "Received: null."
     ),
     "train --config-dir mine model=orphan": (
-        "model must be a config that exists (in model/orphan). Received: 'nope'."
+        "model must be a config that exists (named in model/orphan). Received: 'nope'."
     ),
     "train --config-dir mine training=typo": (
         "training.epoch must be a key of training (in training/typo). Received: "

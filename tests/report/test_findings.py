@@ -521,7 +521,7 @@ def test_a_group_that_is_ahead_at_the_common_seeds_is_not_called_behind():
     assert finding.figures["told_apart"] is False
     assert finding.figures["not_told_apart"] == ["rate=2"]
     assert finding.text.endswith(
-        " The next is rate=2, 0.0197 ± 0.0032 ahead at the seeds that both have (95%, "
+        " The next is rate=2, 0.0197 ± 0.0032 ahead on the seeds that both groups have (95%, "
         "over 2 pairs with equal seeds), so the order comes from seeds that only one of them "
         "has."
     )

@@ -453,7 +453,7 @@ def test_who_is_ahead_at_the_seeds_of_both_groups(case):
     common = set(best) & set(second)
     lead = statistics.mean(second[seed] - best[seed] for seed in common)
     text = texts["final"]
-    assert (" ahead at the seeds that both have" in text) == (lead < 0)
+    assert (" ahead on the seeds that both groups have" in text) == (lead < 0)
     assert (" behind" in text) == (lead > 0)
 
 
