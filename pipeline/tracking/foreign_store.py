@@ -72,7 +72,9 @@ class ForeignStore:
         """Return an MLflow client for the store."""
         from mlflow.tracking import MlflowClient
 
-        return MlflowClient(self.uri)
+        # MLflow keeps each store open under its URI. So a relative path would mean the
+        # working directory of its first use.
+        return MlflowClient(absolute(self.uri))
 
     def run(self, start: str, key: str = "RUN_ID") -> Any:
         """Return the only run whose ID begins with `start`.

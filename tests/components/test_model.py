@@ -41,7 +41,7 @@ def test_what_a_dataset_does_not_say_is_named_with_the_way_to_give_it():
     assert str(error.value).startswith("model.classes must be given: return pipeline.")
     # Who predicts meets it, too.
     assert "Data(…, …, classes=10)" in str(error.value)
-    assert "also for examples without labels" in str(error.value)
+    assert "even for examples without labels" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def test_what_trains_nothing_is_rejected(function, rule):
 
 
 def test_a_dataset_of_tfds_has_a_training_split(tmp_path):
-    line = r"dataset\.train_split must be a split of digits: .* Received: null"
+    line = r"dataset\.train_split must be a split of digits, .* Received: null"
     with pytest.raises(ConfigError, match=line):
         from_tfds(
             builder="pipeline.dataset.builtin.digits.Digits",

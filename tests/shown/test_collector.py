@@ -279,8 +279,8 @@ def test_a_loss_over_the_effective_batch_has_no_worst_examples():
     plan = plan_of(loss, CLASS_LABELS, CLASS_OUTPUTS, loss_over="effective_batch")
     assert not plan.has_losses
     assert plan.notes == [
-        "tracking.show leaves out the worst examples: the loss is not of single "
-        "examples"
+        "tracking.show leaves out the worst examples: a single example has no loss "
+        "of its own"
     ]
 
 

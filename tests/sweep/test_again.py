@@ -94,7 +94,7 @@ def test_the_name_of_a_config_is_no_name_of_a_sweep_to_begin(tmp_path, monkeypat
     (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\n")
     (tmp_path / "other.yaml").write_text("defaults: [config, _self_]\n")
     monkeypatch.chdir(tmp_path)
-    begins = r"swept by `pipeline train -m --config-name mine`\)\. Received: 'mine'"
+    begins = r"`pipeline train -m --config-name mine` sweeps that config\)\. Received: 'mine'"
     with pytest.raises(ConfigError, match=begins):
         train.sweep(["mine", "seed=0,1"])
     with pytest.raises(

@@ -29,6 +29,18 @@ CSV = (
 )
 
 
+def test_a_relative_store_is_that_of_the_working_directory(tmp_path, monkeypatch):
+    """MLflow keeps a store open under its URI, for all folders of one process."""
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        folder.mkdir()
+        sweep = PlantedSweep(synthetic.store(folder), ["seed=0"], ["seed"], name=name)
+        sweep.end()
+        monkeypatch.chdir(folder)
+        found = ForeignStore.open("sqlite:///mlruns/mlflow.db").sweep(name)
+        assert found.info.run_id == sweep.run_id
+
+
 def test_a_run_is_found_by_the_start_of_its_id(tmp_path):
     store = synthetic.store(tmp_path)
     client = store.client()
