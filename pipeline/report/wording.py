@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,7 @@ def plus_minus(value: float, deviation: float, scale: Scale = PLAIN) -> str:
     return f"{number(value)} ± {number(deviation)}{unit.name}"
 
 
-def joined(names: list[str], most: int = 6) -> str:
+def joined(names: Sequence[str], most: int = 6) -> str:
     """Join the first `most` names with commas, and add how many names remain."""
     text = ", ".join(names[:most])
     if len(names) > most:
