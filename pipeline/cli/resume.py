@@ -26,6 +26,10 @@ def resume(arguments: Sequence[str]) -> int:
         help="a run directory, or the start of the ID of a run below this folder",
     )
     options, overrides = parser.parse_known_args(list(arguments))
+    for word in overrides:
+        if word.startswith("-"):
+            rule = "must be left out: a run continues with its own config"
+            raise ConfigError(word, rule)
     run_dir = find(options.run, "RUN").absolute()
     # Accept a run that is running: this process may be a worker, whose chief has
     # already resumed the run.

@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
         "overrides",
         nargs="*",
         default=[],
-        help="overrides of dataset, hardware and tracking.uri",
+        help=f"overrides of {', '.join(_ALLOWED)}",
     )
 
 

@@ -23,6 +23,13 @@ def test_what_is_missing_is_named_and_nothing_else(verb, missing, capsys):
     assert capsys.readouterr().err == line
 
 
+def test_a_resumed_run_has_its_own_config(capsys):
+    """An option of Hydra would replace the config of the run."""
+    assert main(["resume", "run", "--config-dir", "mine"]) == 2
+    rule = "--config-dir must be left out: a run continues with its own config"
+    assert rule in capsys.readouterr().err
+
+
 def test_a_rerun_takes_any_number_of_overrides_in_any_place():
     assert parse_command_line(["abc"], None).overrides == []
     request = parse_command_line(["seed=1", "--dry", "seed=2"], None)
