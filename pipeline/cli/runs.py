@@ -93,14 +93,21 @@ def runs(arguments: Sequence[str]) -> int:
     With FOLDER …, only the runs below these folders are listed.
     """
     query = _query(arguments)
-    summaries = _summaries(run_dirs.run_dirs(query.folders))
+    folders = list(run_dirs.run_dirs(query.folders))
+    # This precedes the reading, so that a run that ends in between is not taken for an
+    # interrupted one.
+    running = {folder for folder in folders if is_locked(folder / JOURNAL_NAME)}
+    summaries = _summaries(folders)
     # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
     with imports.without_collections():
         stored = _Stored.read(query, summaries.values())
     entries = []
     for path, each in summaries.items():
         if query.filter is None or stored.selects(each):
-            run = _local_run(path, each, stored)
+            is_running = each.status is None and (
+                path in running or is_locked(path / JOURNAL_NAME)
+            )
+            run = _local_run(path, each, stored, is_running)
             entries.append(Entry(run, each.last, each.start.params))
     local_ids = {entry.run.run_id for entry in entries}
     for run_id in stored.newest:
@@ -447,7 +454,9 @@ _STATUSES = {  # words for MLflow's statuses
 }
 
 
-def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> ListedRun:
+def _local_run(
+    run_dir: Path, summary: JournalSummary, stored: _Stored, is_running: bool
+) -> ListedRun:
     """Return the run in a run directory."""
     start = summary.start
     metric = ranked_metric(start.params).or_training_loss(summary.last).name
@@ -455,7 +464,7 @@ def _local_run(run_dir: Path, summary: JournalSummary, stored: _Stored) -> Liste
     shipped = _Shipped(summary.run_id, False, None)
     sync = ""
     next_command = ""
-    if is_locked(run_dir / JOURNAL_NAME):
+    if is_running:
         status = "running"
     else:
         shipped = stored.shipped(summary)

@@ -156,11 +156,11 @@ class Verdict(Result):
 
         add_seeds = ""
         if self.command:
-            add_seeds = f" To add them: {self.command}"
+            add_seeds = f" To add seeds: {self.command}"
         return (
             f"{self.headline}: {_equal_memory(self)}, {compared} "
-            f"({_method(self.chosen)}).{_rates_sentence(self.rates)}{add_seeds}"
-            f"{self.remarks}"
+            f"({_method(self.chosen)}).{_rates_sentence(self.rates)}{self.remarks}"
+            f"{add_seeds}"
         )
 
 

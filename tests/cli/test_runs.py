@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
 import pytest
@@ -123,6 +125,36 @@ def locked(run_dir):
     finally:
         process.kill()
         process.communicate()
+
+
+class EndingRun(BaseHTTPRequestHandler):
+    """A store that does not answer, and whose first request ends a running run."""
+
+    def do_GET(self):
+        self.server.lock.close()
+        self.send_error(404)
+
+    do_POST = do_GET
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_run_that_ends_during_the_listing_is_not_interrupted(tmp_path):
+    lock = ExitStack()
+    lock.enter_context(locked(with_checkpoint(planted(tmp_path, "ending", 1_000))))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), EndingRun)
+    server.lock = lock
+    threading.Thread(target=server.serve_forever).start()
+    store = f"tracking.uri=http://127.0.0.1:{server.server_port}"
+    try:
+        assert listed(tmp_path, store)["ending"]["status"] == "running"
+        # A control: from now on, nobody trains it.
+        assert listed(tmp_path, store)["ending"]["status"] == "interrupted"
+    finally:
+        lock.close()
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.fixture

@@ -256,7 +256,7 @@ def test_two_seeds_have_an_interval_and_the_number_that_would_tell():
     assert figures["more"] == 1
     assert "1 more seed of factors 1 and 4 would tell" in finding.text
     assert finding.text.endswith("tracking.uri=sqlite:///none.db seed=0,1,2")
-    assert "To add them: pipeline sweep made --again 0000" in finding.text
+    assert "To add seeds: pipeline sweep made --again 0000" in finding.text
 
 
 def test_more_seeds_are_one_more_look():
