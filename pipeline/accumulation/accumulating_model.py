@@ -199,7 +199,8 @@ class AccumulatingModel(keras.Model):
             if steps:
                 rule = (
                     "the optimizer must not accumulate gradients itself: "
-                    "leave out gradient_accumulation_steps"
+                    "leave out gradient_accumulation_steps, and multiply the batch_size "
+                    "of fit by it"
                 )
                 raise ValueError(f"{rule}. Received: {steps}")
         limit = micro_batch_limit(
