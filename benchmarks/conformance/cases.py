@@ -73,8 +73,8 @@ CASES = (
     Case(
         "ragged",
         "a smaller last micro-batch",
-        "14 examples are 4 + 4 + 4 + 2; in the mean of four means "
-        "the last two count double",
+        "14 examples are 4 + 4 + 4 + 2; in the mean of the four means, "
+        "the last two examples count double",
         sizes=(14,),
         epochs=3,
     ),

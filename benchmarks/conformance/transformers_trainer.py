@@ -19,9 +19,7 @@ from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 prepare = in_torch.prepare
 NOTES = {
     "weights_by_sum": "the Trainer counts labels, regardless of their weights",
-    "penalty": (
-        "the term is added as it is in `compute_loss_func`, whose results are summed"
-    ),
+    "penalty": "`compute_loss_func` adds the term undivided, and its results are summed",
 }
 
 

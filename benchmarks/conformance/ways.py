@@ -197,8 +197,8 @@ LIBRARIES = (
                 title="optax `microbatch`",
                 how=(
                     "`optax.microbatching.microbatch` sums the gradients of a summed "
-                    "loss over an effective batch; the loop divides by its weight and "
-                    "adds the gradient of an added term"
+                    "loss over an effective batch; the loop divides by the weight of "
+                    "this batch and adds the gradient of an added term"
                 ),
                 page="https://optax.readthedocs.io/en/latest/api/microbatching.html",
             ),
