@@ -324,8 +324,9 @@ class StartConfig(_SetOnce):
     another machine.
     """
 
-    # RUN or RUN@UPDATE: start from that checkpoint; a run directory or the start of a
-    # run ID. models:/NAME@ALIAS: start from the weights of that registered model
+    # RUN or RUN@UPDATE: start from that checkpoint, where RUN is a run directory or the
+    # start of a run ID. models:/NAME@ALIAS: start from the weights of that registered
+    # model
     run: str | None = field(
         default=None, metadata=about(Kind.TRAINING, each_workers_own=True, path=True)
     )
@@ -348,8 +349,8 @@ class HardwareConfig(_SetOnce):
     open_ports: Any = field(
         default=False, metadata=about(Kind.MACHINE, of_one_call=True)
     )
-    # file with the secret of the workers, of mode 0600, on each of them;
-    # `PIPELINE_SECRET` outranks it; never recorded
+    # file of mode 0600 with the workers' secret, on each worker's machine;
+    # `PIPELINE_SECRET` outranks it; its path is never recorded
     secret_file: str | None = field(
         default=None, metadata=about(Kind.MACHINE, of_one_call=True, path=True)
     )
@@ -425,7 +426,7 @@ class ShownTrackingConfig(_SetOnce):
     # name in MLflow's registry under which the logged model is registered, as a new
     # version; null: none
     register: str | None = field(default=None, metadata=about(Kind.LOG))
-    # paths logged with the model; null: its local modules
+    # paths logged with the model; null: the local modules of the model
     code: list[str] | None = field(
         default_factory=list, metadata=about(Kind.LOG, path=True)
     )
@@ -460,7 +461,7 @@ class TrackingConfig(ShownTrackingConfig):
 
 @dataclass
 class TrustConfig(_SetOnce):
-    # dotted names of code, and places of artifacts, that records may name
+    # dotted names of code, and locations of artifacts, that records may name
     allow: list[str] = field(
         default_factory=list, metadata=about(Kind.MACHINE, path=True)
     )
