@@ -2,7 +2,7 @@
 
 Command:   cd examples/contrastive && pipeline train --config-dir conf experiment=towers
 Run time:  about 20 seconds on two CPU cores
-Expect:    val/loss below 1.0; a guess among the 64 pairs of a batch has log 64 = 4.2
+Expect:    val/loss below 1.0; a random guess among the 64 pairs of a batch has 4.2
 
 InfoNCE compares each pair with all other pairs of the effective batch.
 """

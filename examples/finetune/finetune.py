@@ -4,14 +4,14 @@ Command:   cd examples/finetune && pipeline train --config-dir conf experiment=b
 Run time:  about 20 seconds on two CPU cores, and as long for each of the other two
 Expect:    val/accuracy above 0.97 on the digits 0 to 4
 
-RUN is the ID of that run, which it prints. From its newest checkpoint, with the hidden
-layers frozen, to 100 examples of the digits 5 to 9 (val/accuracy above 0.85):
+RUN is the ID that this run prints. Train from its newest checkpoint, with the hidden
+layers frozen, on 100 examples of the digits 5 to 9 (val/accuracy above 0.85):
 
     pipeline train --config-dir conf experiment=frozen start.run=RUN \
         start.weights_only=true
 
-From the model that it has logged, whose file MLflow downloads, with LoRA in the hidden
-layers and a new last layer (val/accuracy above 0.9):
+Train from the model that the run logged, whose file MLflow downloads, with LoRA in the
+hidden layers and a new last layer (val/accuracy above 0.9):
 
     export MLFLOW_TRACKING_URI=sqlite:///mlruns/mlflow.db
     mlflow artifacts download --run-id RUN --artifact-path model --dst-path base

@@ -38,9 +38,9 @@ def folder(path, batch_size=4, seed=0):
 
 
 def generator(seed=0):
-    """Return a generator function, each call of which is an epoch.
+    """Return a generator function; each call of it yields the batches of one epoch.
 
-    How many batches an epoch has is not known before.
+    How many batches an epoch has is not known in advance.
     """
 
     def batches():

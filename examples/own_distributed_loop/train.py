@@ -2,7 +2,7 @@
 
 Command:   python examples/own_distributed_loop/train.py
 Run time:  about 15 seconds on two CPU cores, which are two devices here
-Expect:    six lines; the loss falls below 0.5, and the second three are as the first
+Expect:    six lines; the loss falls below 0.5, and the last three are like the first
 
 It uses MirroredStrategy by hand.
 """

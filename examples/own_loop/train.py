@@ -2,7 +2,7 @@
 
 Command:   python examples/own_loop/train.py
 Run time:  about 10 seconds on two CPU cores, most of it to start TensorFlow
-Expect:    ten lines; the loss falls below 0.3, and the second five are as the first
+Expect:    ten lines; the loss falls below 0.3, and the last five are like the first
 """
 
 import keras

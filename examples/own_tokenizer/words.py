@@ -1,4 +1,4 @@
-"""A tokenizer of your own, for text files: numbers of words, from a list of them.
+"""A tokenizer of your own, for text files: it numbers words by a word list.
 
 Command:   cd examples/own_tokenizer && pipeline train --config-dir conf experiment=words
 Run time:  about half a minute on two CPU cores

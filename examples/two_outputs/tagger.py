@@ -4,7 +4,7 @@ Command:   cd examples/two_outputs && pipeline train --config-dir conf experimen
 Run time:  about 20 seconds on two CPU cores
 Expect:    val/kind_accuracy above 0.9, and a metric val/length_error
 
-Each output has its loss, weights and metrics.
+Each output has a loss, weights and metrics of its own.
 """
 
 import keras
@@ -14,7 +14,7 @@ import tensorflow as tf
 from pipeline.dataset import Data
 
 TIME = 12  # the longest text, in tokens
-TOKENS = 20  # how many there are, with that of the padding
+TOKENS = 20  # size of the vocabulary, the padding token included
 KINDS = 4
 
 
