@@ -153,8 +153,8 @@ def test_what_is_rejected_in_one_line(folder):
         "critical none@20": "RUN@UPDATE must be one run directory",
         "critical run@30": "RUN@UPDATE must name an update whose checkpoint exists. "
         "Received: 'run@30'.",
-        "critical run@20 --examples=100": "--examples must be at least 192, and the "
-        "training split at least",
+        "critical run@20 --examples=100": "--examples must be at least 192, with at "
+        "least 64 training examples",
         "critical run@20 --examples=many": "arguments of pipeline critical cannot be "
         "read (argument --examples: invalid int value: 'many'): see pipeline",
         "critical": "RUN@UPDATE must be given: see pipeline critical --help.",
