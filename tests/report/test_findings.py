@@ -532,8 +532,8 @@ def test_a_final_result_that_is_better_by_other_seeds_is_named_so():
     final = ranking.final_result(sweep)
     text = next_steps._better_final(sweep, [final], "rate=2")
     assert text == (
-        " By its final val/accuracy rate=1 is better, though not at the seeds that "
-        "both have."
+        " By its final val/accuracy rate=1 is better, though not on the seeds that "
+        "both groups have."
     )
 
 
