@@ -104,8 +104,9 @@ def runs(arguments: Sequence[str]) -> int:
     entries = []
     for path, each in summaries.items():
         if query.filter is None or stored.selects(each):
-            is_running = each.status is None and (
-                path in running or is_locked(path / JOURNAL_NAME)
+            # A run that is being resumed is locked before its journal says so.
+            is_running = is_locked(path / JOURNAL_NAME) or (
+                path in running and each.status is None
             )
             run = _local_run(path, each, stored, is_running)
             entries.append(Entry(run, each.last, each.start.params))
