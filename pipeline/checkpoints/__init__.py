@@ -9,6 +9,7 @@ __all__ = [
     "files",
     "fork",
     "model_archive",
+    "recorded_config",
     "resume_rules",
     "run_dirs",
     "snapshot",

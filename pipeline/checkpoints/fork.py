@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoints import files
+from pipeline.checkpoints import files, recorded_config
 from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
-from pipeline.checkpoints.run_dirs import find, recorded_config
+from pipeline.checkpoints.run_dirs import find
 from pipeline.common.errors import ConfigError, count
 from pipeline.config import key_kinds
 from pipeline.config.model_uris import MODEL
@@ -268,7 +268,8 @@ def find_fork(
         return _find_model(spec)
     source, checkpoint = named(text, _KEY, run_dir, updates_done)
     past = Past.read(source, _KEY, running=True)
-    own_rate = _has_own_rate(spec, recorded_config(source, _KEY), past)
+    config = recorded_config.read(source, past, _KEY)
+    own_rate = _has_own_rate(spec, config, past)
     return Fork(
         past.run_id,
         source.absolute(),

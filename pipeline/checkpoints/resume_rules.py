@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from pipeline.checkpoints import files
+from pipeline.checkpoints import files, recorded_config
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import COPY, recorded_config, resume_command
+from pipeline.checkpoints.run_dirs import resume_command
 from pipeline.common.errors import ConfigError, as_config_error, count, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
@@ -99,7 +99,7 @@ class Continuation:
         if not self.past.described or not file.exists():
             return
         rule = f"must have a {DATASET_RECORD} that can be read"
-        with as_config_error(self.key, rule, str(self.run_dir), COPY):
+        with as_config_error(self.key, rule, str(self.run_dir), recorded_config.COPY):
             recorded = read(file, provenance.DATASET)
         provenance.check_dataset(recorded, dataset, self.run_id)
 
@@ -217,7 +217,8 @@ def _continuation(
     lines: list[str] = []
     if past.described:
         in_force = horizons.of_run(past.start, past.resumed)
-        recorded = horizons.with_last(recorded_config(run_dir, key), in_force)
+        first = recorded_config.read(run_dir, past, key)
+        recorded = horizons.with_last(first, in_force)
         spec = _with_recorded_choices(spec, recorded, past)
         lines = changes(recorded, spec, past)
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):

@@ -1,31 +1,14 @@
-"""Finds run directories, and reads the configs that are recorded in them."""
+"""Finds run directories."""
 
 import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from pipeline.common import recorded, secrets
-from pipeline.common.errors import ConfigError, as_config_error
-from pipeline.config import former_names, plain
+from pipeline.common.errors import ConfigError
 from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
-_GROUPS = (
-    "dataset",
-    "model",
-    "optimizer",
-    "schedule",
-    "scaling",
-    "accumulation",
-    "training",
-    "hardware",
-    "tracking",
-)
-CONFIG = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
-# Hint in the error about a record in a run directory that cannot be read.
-COPY = "MLflow has a copy among the artifacts of the run"
 SHORTEST_ID = 4  # minimum length of an abbreviated run ID
 
 
@@ -106,39 +89,6 @@ def run_dirs(folders: Sequence[str]) -> list[Path]:
             raise ConfigError("RUN_DIR", rule, folder)
         found |= dict.fromkeys(sorted(inside))
     return list(found)
-
-
-def recorded_config(run_dir: Path, key: str) -> dict[str, Any]:
-    """Return the resolved config with which the run in `run_dir` began.
-
-    Raises:
-        ConfigError: the config cannot be read. The error names the argument `key`.
-    """
-    rule = "must have a config.yaml that can be read"
-    with as_config_error(key, rule, str(run_dir), COPY):
-        config = recorded.read(run_dir / "config.yaml", CONFIG)
-        return dict(former_names.migrated(config))
-
-
-def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
-    """Set the store of a recorded config to the store of the run, in place.
-
-    The store is not set if its URI in the journal has a masked secret.
-
-    Raises:
-        ConfigError: the config has a masked secret at a key that is not in `keys`, the
-            keys that overrides set.
-    """
-    # Use the store in the journal, which has the absolute path of a local store.
-    if secrets.HIDDEN not in past.store:
-        config["tracking"] = {**config["tracking"], "uri": past.store}
-    for key, value in plain.leaves(config).items():
-        if secrets.HIDDEN in str(value) and key not in keys:
-            rule = (
-                "was a secret and is not in the run directory: "
-                "give it again as an override"
-            )
-            raise ConfigError(key, rule, value)
 
 
 def resume_command(run_dir: Path, *, from_start: bool = False) -> str:

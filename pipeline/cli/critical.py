@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.checkpoints import fork
+from pipeline.checkpoints import fork, recorded_config
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import complete, recorded_config
 from pipeline.cli.train import train_composed
 from pipeline.common.errors import ConfigError, Parser, count, say
 from pipeline.config import compose, key_kinds
@@ -72,8 +71,8 @@ def critical(arguments: Sequence[str]) -> int:
     run_dir = run_dir.absolute()
     # Require that the run has ended, as a running one could remove the checkpoint.
     past = Past.read(run_dir, RUN)
-    config = recorded_config(run_dir, RUN)
-    complete(config, past, keys_set(overrides))
+    config = recorded_config.read(run_dir, past, RUN)
+    recorded_config.complete(config, past, keys_set(overrides))
 
     stages = _stages(past, start)
     examples_before = _examples_before(stages, start)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from pipeline.checkpoints.run_dirs import complete, find, recorded_config
+from pipeline.checkpoints import recorded_config
+from pipeline.checkpoints.run_dirs import find
 from pipeline.cli.train import run_one
 from pipeline.common.errors import ConfigError, Parser
 from pipeline.config.overrides import hydra_quoted, keys_set
@@ -36,9 +37,9 @@ def resume(arguments: Sequence[str]) -> int:
     past = Past.read(run_dir, running=True)
 
     segments = horizons.of_run(past.start, past.resumed)
-    config = horizons.with_last(recorded_config(run_dir, "RUN"), segments)
+    config = horizons.with_last(recorded_config.read(run_dir, past, "RUN"), segments)
     keys = keys_set(overrides)
-    complete(config, past, keys)
+    recorded_config.complete(config, past, keys)
     if any(key.startswith("hydra.") for key in keys):
         rule = "must not set keys of Hydra: a run continues in its own directory"
         raise ConfigError("arguments", rule, sorted(keys))

@@ -1,5 +1,6 @@
 """Conversions between OmegaConf's nodes and plain Python values."""
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,6 +50,17 @@ def leaves(node: Any, prefix: str = "") -> dict[str, Any]:
     for key, value in node.items():
         found |= leaves(value, f"{dot}{key}")
     return found
+
+
+def leaf_texts(node: Any) -> dict[str, str]:
+    """Return the leaves of a plain config as texts, as the params of a run show them.
+
+    Strings stay as they are. All other values are written as JSON.
+    """
+    texts = {}
+    for key, value in leaves(node).items():
+        texts[key] = value if isinstance(value, str) else json.dumps(value)
+    return texts
 
 
 def value_at(config: Any, key: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints import files, fork, run_dirs
+from pipeline.checkpoints import files, fork, recorded_config, run_dirs
 from pipeline.checkpoints.files import Checkpoint
 from pipeline.common import recorded as recorded_files
 from pipeline.common.errors import ConfigError, as_config_error, say
@@ -242,8 +242,8 @@ def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
 
 def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subject:
     past = Past.read(run_dir, running=True)
-    config = _without_training(run_dirs.recorded_config(run_dir, "RUN"))
-    run_dirs.complete(config, past, keys_set(request.overrides))
+    config = _without_training(recorded_config.read(run_dir, past, "RUN"))
+    recorded_config.complete(config, past, keys_set(request.overrides))
     adapted_config.remove_replaced(config, request)
     if "dataset.data_dir" in request.values:
         config["dataset"]["data_dir"] = request.values["dataset.data_dir"]
@@ -252,7 +252,7 @@ def _in_run_dir(run_dir: Path, checkpoint: Checkpoint, request: Request) -> Subj
     file = run_dir / DATASET_RECORD
     if past.described and file.exists():
         rule = f"must have a {DATASET_RECORD} that can be read"
-        with as_config_error("RUN", rule, str(run_dir), run_dirs.COPY):
+        with as_config_error("RUN", rule, str(run_dir), recorded_config.COPY):
             dataset = recorded_files.read(file, provenance.DATASET)
     return Subject(
         run_id=past.run_id,

@@ -88,11 +88,8 @@ class RecordedRun:
         """
         if not self.config.get("schema"):
             return True
-        try:
-            tag = str(self.run.data.tags.get("config.hash"))
-            return provenance.has_hash(self.config, self.run_dir, tag)
-        except TypeError:  # a key is not valid in JSON; the gate rejects it later
-            return False
+        tag = str(self.run.data.tags.get(provenance.HASH_TAG))
+        return provenance.has_hash(self.config, self.run_dir, tag)
 
     def moved(self, run_dir: Path) -> dict[str, Any]:
         """Return the config with current names, for another run directory.

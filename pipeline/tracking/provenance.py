@@ -66,6 +66,7 @@ NAMED = (
 
 
 _OWN_FILE = re.compile(r"\w+(/\w+)*\.py")  # matches the name of a file of code
+HASH_TAG = "config.hash"  # tag of a run: the hash of its config
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
 # Keys that are newer than this version, with the default that changes nothing. A hash
 # does not cover such a default, so it equals the hash of a config without the key.
@@ -121,9 +122,13 @@ def config_hash_1(resolved: Mapping[str, Any], run_dir: str | None) -> str:
 
 def has_hash(resolved: Mapping[str, Any], run_dir: str | None, recorded: str) -> bool:
     """Return whether `recorded` is the hash of a config, in version 1 or 2."""
+    hash_of_version = config_hash_1
     if recorded.startswith(HASH_VERSION):
-        return config_hash(resolved, run_dir) == recorded
-    return config_hash_1(resolved, run_dir) == recorded
+        hash_of_version = config_hash
+    try:
+        return hash_of_version(resolved, run_dir) == recorded
+    except TypeError:  # a key is not valid in JSON, so the config never had a hash
+        return False
 
 
 def _sha256_of_config(config: Mapping[str, Any], run_dir: str | None) -> str:

@@ -382,9 +382,7 @@ class Tracker:
 
     def _params(self, recorded: dict[str, Any], model: keras.Model) -> dict[str, Any]:
         """Return all leaves of the config, and the derived sizes, as params."""
-        params: dict[str, Any] = {}
-        for key, value in plain.leaves(recorded).items():
-            params[key] = value if isinstance(value, str) else json.dumps(value)
+        params: dict[str, Any] = dict(plain.leaf_texts(recorded))
         for name, value in asdict(self.plan.batching).items():
             params[f"derived.{name}"] = value
         # Either the factor is derived, or it differs between updates.
@@ -410,7 +408,7 @@ class Tracker:
             tags[NOTE] = tracking.description
         tags |= provenance.origin()
         run_dir = str(self.run_dir.absolute())
-        tags["config.hash"] = provenance.config_hash(recorded, run_dir)
+        tags[provenance.HASH_TAG] = provenance.config_hash(recorded, run_dir)
         if tracking.sweep:
             tags["mlflow.parentRunId"] = tracking.sweep
             tags["sweep"] = tracking.sweep

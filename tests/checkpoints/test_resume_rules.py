@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipeline.checkpoints import files, resume_rules, run_dirs, snapshot
+from pipeline.checkpoints import files, recorded_config, resume_rules, snapshot
 from pipeline.checkpoints.resume_rules import Continuation
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose
@@ -349,8 +349,17 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
     torn = folder / "torn" / "journal.jsonl"
     torn.write_text(torn.read_text().replace('"step":3,', '"step":4,', 1))
     shutil.copytree(folder / "run", folder / "other")
+    shutil.copytree(folder / "run", folder / "edited")
+    config = folder / "edited" / "config.yaml"
+    config.write_text(config.read_text().replace("\nseed: 0\n", "\nseed: 3\n"))
+    edited = (
+        "RUN must have the config.yaml with which the run began; undo your edits of it, "
+        "and give what a resumed run may change as overrides (KEY=VALUE). Edited: seed "
+        "3 (was 0). Received: "
+    )
 
     rule_by_run = {
+        "edited": edited,
         "nowhere": "RUN must be one run directory, or the start of the ID of one run "
         f"whose directory lies below {folder}. Received: 'nowhere'.",
         "run seed=1": "seed must be that of the run, 0. Received: 1.",
@@ -400,7 +409,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
             assert path.startswith("mlruns"), line
 
 
-GROUPS = "".join(f"{key}: {{}}\n" for key in run_dirs.CONFIG)
+GROUPS = "".join(f"{key}: {{}}\n" for key in recorded_config.FORM)
 # The content of config.yaml, and the end of the message.
 CONFIGS = {
     "empty": (b"{}\n", "line 1: dataset is missing"),

@@ -10,13 +10,13 @@ from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 import pipeline
-from pipeline.checkpoints.run_dirs import CONFIG as CONFIG_GROUPS
-from pipeline.checkpoints.run_dirs import recorded_config
+from pipeline.checkpoints import recorded_config
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, former_names
 from pipeline.config.plain import leaves, plain
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.sweep.again import trusted_overrides
+from pipeline.tracking.journal_file import Past
 from pipeline.trust.gate import Gate, check_config
 from tests.running import Store
 from tests.running import pipeline as command
@@ -201,11 +201,11 @@ REMOVED = {
 @pytest.mark.parametrize("subject", REMOVED)
 def test_a_record_with_what_was_removed_is_rejected(subject, tmp_path):
     """As rerun, resume, forks and `critical` read it."""
-    record = {group: {} for group in CONFIG_GROUPS} | REMOVED[subject]
+    record = {group: {} for group in recorded_config.FORM} | REMOVED[subject]
     (tmp_path / "config.yaml").write_text(json.dumps(record))
     message = rf"^{subject} was removed in version 0\.2\.0: \w.*\.$"
     with pytest.raises(ConfigError, match=message):
-        recorded_config(tmp_path, "RUN")
+        recorded_config.read(tmp_path, Past(tmp_path), "RUN")
     with pytest.raises(ConfigError, match=message):
         RecordedRun(None, record, {}, {}, {}).moved(tmp_path)
 

@@ -1,0 +1,88 @@
+"""The config of a run directory is that with which the run began."""
+
+import json
+
+import pytest
+from omegaconf import OmegaConf
+
+from pipeline.checkpoints import recorded_config
+from pipeline.common.errors import ConfigError
+from pipeline.config import compose
+from pipeline.config.plain import leaf_texts
+from pipeline.config.resolve import resolve
+from pipeline.tracking import journal_file, provenance
+from pipeline.tracking.journal_file import Past
+
+OVERRIDES = ("model=mlp", "+training.callbacks.log={_target_: mine.Log}")
+
+
+def recorded_run(folder, *overrides):
+    """Write what a run records of its config as it begins; return the directory."""
+    run_dir = folder / "run"
+    run_dir.mkdir()
+    path = f"+training.callbacks.log.path={run_dir}/log"
+    overrides = [*OVERRIDES, path, *overrides]
+    config = resolve(compose.composed(overrides), overrides).recorded
+    (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
+    (run_dir / "environment.json").write_text(json.dumps({"run_dir": str(run_dir)}))
+    tags = {
+        "journal": "1",
+        provenance.HASH_TAG: provenance.config_hash(config, str(run_dir)),
+    }
+    writer = journal_file.create(run_dir / journal_file.JOURNAL_NAME)
+    params = leaf_texts(config) | {"derived.factor": 1}
+    start = {"format": 1, "store": "sqlite:///x", "tags": tags, "params": params}
+    writer.write({"start": start})
+    writer.close()
+    return run_dir
+
+
+def read(run_dir):
+    return recorded_config.read(run_dir, Past.read(run_dir), "RUN")
+
+
+def edit(run_dir, before, after):
+    file = run_dir / "config.yaml"
+    text = file.read_text()
+    assert text.count(before) == 1
+    file.write_text(text.replace(before, after))
+
+
+def test_a_config_is_read_also_in_a_directory_that_was_moved(tmp_path):
+    run_dir = recorded_run(tmp_path)
+    before = read(run_dir)
+    assert before["optimizer"]["learning_rate"] == 0.01
+    moved = run_dir.rename(tmp_path / "elsewhere")
+    assert read(moved) == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "edited"),
+    [
+        ("seed: 0", "seed: 3", "seed 3 (was 0)"),
+        (
+            "learning_rate: 0.01",
+            "learning_rate: 0.1",
+            "optimizer.learning_rate 0.1 (was 0.01)",
+        ),
+        ("  hidden:", "  wide: true\n  hidden:", "model.wide true (was not set)"),
+        ("seed: 0\n", "", "seed is missing (was 0)"),
+    ],
+)
+def test_an_edited_config_is_rejected_by_its_key(tmp_path, before, after, edited):
+    run_dir = recorded_run(tmp_path)
+    edit(run_dir, before, after)
+    message = (
+        "RUN must have the config.yaml with which the run began; undo your edits of it, "
+        "and give what a resumed run may change as overrides (KEY=VALUE). "
+        f"Edited: {edited}. Received: '{run_dir}'."
+    )
+    with pytest.raises(ConfigError) as error:
+        read(run_dir)
+    assert str(error.value) == message
+
+
+def test_how_a_run_is_logged_may_be_edited(tmp_path):
+    run_dir = recorded_run(tmp_path)
+    edit(run_dir, "  experiment: ", "  experiment: another-")
+    assert read(run_dir)["tracking"]["experiment"].startswith("another-")
