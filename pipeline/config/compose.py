@@ -34,7 +34,7 @@ from pipeline.config import (
     text_keys,
 )
 from pipeline.config.hydra_internals import get_args_parser
-from pipeline.config.overrides import hydra_quoted
+from pipeline.config.overrides import hydra_quoted, with_class_index
 from pipeline.config.session import Session, entered, session
 
 # Matches a value such as `~/…` in an override. The shell does not expand this `~`, and
@@ -196,11 +196,13 @@ def as_text(overrides: Sequence[str]) -> list[str]:
     """Return the overrides in the form that is passed to Hydra.
 
     A leading `~/` in a value is expanded, a value such as 12e4 is quoted if its key
-    holds text, and former names of keys are replaced.
+    holds text, former names of keys are replaced, and the weight of one class becomes a
+    mapping.
     """
     texts = []
     for text in overrides:
         text = former_names.with_current_key(_with_home(text))
+        text = with_class_index(text)
         texts.append(text_keys.kept(text))
     return texts
 

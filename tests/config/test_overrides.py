@@ -3,7 +3,8 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from pipeline.config.overrides import hydra_quoted, keys_set
+from pipeline.config.compose import composed
+from pipeline.config.overrides import hydra_quoted, keys_set, with_class_index
 
 
 @pytest.mark.parametrize("text", ["a b", "it's", "a\\b", "a\\", "a\\'b"])
@@ -33,3 +34,31 @@ def test_a_quoted_value_is_read_as_it_was(text):
 )
 def test_the_keys_that_an_override_sets(override, keys):
     assert keys_set([override]) == keys
+
+
+@pytest.mark.parametrize(
+    ("override", "written"),
+    [
+        ("training.class_weight.1=5", "training.class_weight={1: 5}"),
+        ("+training.class_weight.12=0.5", "+training.class_weight={12: 0.5}"),
+        ("training.class_weight.1=1,5", "training.class_weight={1: 1},{1: 5}"),
+        ("training.class_weight={1: 5}", None),
+        ("training.class_weight.one=5", None),
+        ("training.class_weight.1=choice(1,5)", None),
+        ("~training.class_weight.1", None),
+    ],
+)
+def test_the_weight_of_one_class_is_written_as_a_mapping(override, written):
+    assert with_class_index(override) == (written or override)
+
+
+@pytest.mark.parametrize("sign", ["", "+", "++"])
+def test_the_weight_of_one_class_replaces_that_of_a_file(tmp_path, monkeypatch, sign):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    text = "# @package _global_\ntraining:\n  class_weight: {0: 1, 1: 2}\n"
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--config-dir", "conf", "experiment=mine"]
+
+    config = composed([*arguments, f"{sign}training.class_weight.1=5"])
+    assert config.training.class_weight == {0: 1, 1: 5}
