@@ -181,6 +181,8 @@ def shared_device_caveat(sweep: SweepResult) -> str:
             starts_and_ends.append((job.started, 1))
             if job.ended:
                 starts_and_ends.append((job.ended, -1))
+            for interrupted, resumed in job.pauses:
+                starts_and_ends += [(interrupted, -1), (resumed, 1)]
 
     running = 0
     most_at_once = 0

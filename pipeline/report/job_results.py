@@ -1,5 +1,6 @@
 """The latest run of each job of a sweep, with its settings, sizes and curves."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -43,6 +44,9 @@ SIZES = {
 # `float` also accepts `nan` and `1_0`, but these may be names.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
+# Matches the number of segments of a run that was resumed.
+_SEGMENTS = re.compile(r"[1-9]\d{0,5}", re.ASCII)
+
 # Larger magnitudes are read as infinite: an SQL store saves infinity as the largest
 # double, about 1.797e308.
 _STORED_INFINITY = 1.7e308
@@ -68,6 +72,7 @@ class JobResult:
     curves: dict[str, Curve] = field(default_factory=dict)  # by name of the metric
     started: int | None = None  # milliseconds since the epoch
     ended: int | None = None
+    pauses: tuple[tuple[int, int], ...] = ()  # when it was interrupted, and resumed
     factor: int | None = None
     effective_batch_size: int | None = None  # in examples
     micro_batch_size: int | None = None  # in examples
@@ -83,6 +88,14 @@ class JobResult:
         A job that was interrupted goes on with `--again`.
         """
         return self.status in ("FINISHED", "FAILED")
+
+    @property
+    def running_milliseconds(self) -> int | None:
+        """How long the run was running, or None if its start or its end is not known."""
+        if self.started is None or self.ended is None:
+            return None
+        paused = sum(resumed - interrupted for interrupted, resumed in self.pauses)
+        return self.ended - self.started - paused
 
     @property
     def is_cut_by_tokens(self) -> bool:
@@ -367,12 +380,36 @@ def stored_result(
         metrics: the names of the metrics to read.
     """
     curves = {}
+    times = {run.info.start_time, run.info.end_time}
     for metric in metrics:
         points = client.get_metric_history(run.info.run_id, metric)
         # If a step has several values, keep the latest one.
         points = sorted(points, key=lambda point: point.timestamp)
         curves[metric] = curve({point.step: point.value for point in points})
-    return _with_curves(name, run, curves)
+        times.update(point.timestamp for point in points)
+    known_times = [time for time in times if time is not None]
+    return _with_curves(name, run, curves, pauses(run.data.tags, known_times))
+
+
+def pauses(
+    tags: Mapping[str, str], times: Iterable[int]
+) -> tuple[tuple[int, int], ...]:
+    """Return when a run that was resumed was not running, in milliseconds.
+
+    A run with N segments was interrupted N - 1 times. No store records when, so these
+    are taken to be the N - 1 longest times in which nothing was logged.
+
+    Args:
+        tags: the tags of the run.
+        times: when something of the run was logged, in any order.
+    """
+    segments = tags.get("segments", "")
+    # A tag may have been edited by hand.
+    if not _SEGMENTS.fullmatch(segments):
+        return ()
+    gaps = list(itertools.pairwise(sorted(times)))
+    gaps.sort(key=lambda gap: gap[1] - gap[0], reverse=True)
+    return tuple(sorted(gaps[: int(segments) - 1]))
 
 
 def last_result(name: str, run: Any) -> JobResult:
@@ -389,7 +426,12 @@ def last_result(name: str, run: Any) -> JobResult:
     return _with_curves(name, run, curves)
 
 
-def _with_curves(name: str, run: Any, curves: dict[str, Curve]) -> JobResult:
+def _with_curves(
+    name: str,
+    run: Any,
+    curves: dict[str, Curve],
+    pauses: tuple[tuple[int, int], ...] = (),
+) -> JobResult:
     """Return the result of a run in MLflow with curves that were read from it."""
     params = current_params(run.data.params, run.data.tags)
     return JobResult(
@@ -401,6 +443,7 @@ def _with_curves(name: str, run: Any, curves: dict[str, Curve]) -> JobResult:
         curves=curves,
         started=run.info.start_time,
         ended=run.info.end_time,
+        pauses=pauses,
         **sizes(params),
     )
 

@@ -13,6 +13,7 @@ from pipeline.report.job_results import (
     JobResult,
     current_params,
     curve,
+    pauses,
     sizes,
     stored_result,
 )
@@ -74,6 +75,7 @@ def from_directory(run_dir: Path) -> JobResult:
         curves=curves,
         started=min(times, default=None),
         ended=max(times, default=None),
+        pauses=pauses(tags, times),
         **sizes(params),
     )
 

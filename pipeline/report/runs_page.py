@@ -99,8 +99,8 @@ def _facts_of(run: JobResult) -> dict[str, str]:
     if run.started is not None:
         time = datetime.fromtimestamp(run.started / 1000, UTC)
         started = f"{time:%Y-%m-%d %H:%M} UTC"
-        if run.ended is not None:
-            duration = number((run.ended - run.started) / 1000, SECONDS)
+    if run.running_milliseconds is not None:
+        duration = number(run.running_milliseconds / 1000, SECONDS)
     return {
         "status": run.status.lower(),
         "failure": run.tags.get("failure", ""),

@@ -23,7 +23,7 @@ from pipeline.report import (
 )
 from pipeline.report.findings import SweepFinding
 from pipeline.report.html_page import Plot
-from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.job_results import Curve, JobResult, pauses
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import summarize
 from pipeline.sweep.parent_run import set_tag
@@ -386,6 +386,21 @@ def test_jobs_that_ran_at_once_are_named(store):
     assert "Up to 2 jobs ran at the same time" in text
 
 
+@pytest.mark.parametrize("segments", ["1", "2"])
+def test_a_job_does_not_run_between_its_interruption_and_its_continuation(
+    store, segments
+):
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
+    loss = 2 * 0.9 ** np.arange(20)
+    # Its rows are logged within 20 ms, and it ends after 200 s.
+    tags = {"segments": segments}
+    sweep.job("factor=1", {"train/loss": loss}, seconds=10, tags=tags)
+    sweep.clock = synthetic.STARTED + 100_000
+    sweep.job("factor=2", {"train/loss": loss}, factor=2)
+    text = first_by_topic(sweep)["time_to_target"].text
+    assert ("ran at the same time" in text) == (segments == "1")
+
+
 def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
     # The names have 18,400 characters.
     names = []
@@ -673,3 +688,17 @@ def test_a_job_whose_loss_exploded_is_named():
     assert finding.figures == {"planned": 2, "FINISHED": 2, "exploded": 1}
     finding = findings.job_states(synthetic.swept(jobs[:1]))
     assert finding.text == "1 of 1 job finished."
+
+
+def test_the_running_time_of_a_run_leaves_out_its_interruptions():
+    run = JobResult("run", started=0, ended=10_000, pauses=((1000, 4000),))
+    assert run.running_milliseconds == 7000
+    assert JobResult("run", started=0).running_milliseconds is None
+
+
+@pytest.mark.parametrize(
+    ("segments", "expected"),
+    [("1", ()), ("2", ((3, 9),)), ("3", ((0, 2), (3, 9))), ("", ()), ("-2", ())],
+)
+def test_the_longest_times_without_a_row_are_the_interruptions(segments, expected):
+    assert pauses({"segments": segments}, [10, 2, 3, 0, 9]) == expected
