@@ -172,6 +172,11 @@ def _take_fastest(
         if recommended != fastest and recommended not in times.not_told_apart:
             reason += f", though {fastest} reached the target first"
     text = f"On this machine take {recommended}: {reason}."
+    if verdict is not None and verdict.state == "few":
+        # The verdict says that there are not enough seeds to tell.
+        text = (
+            f"Until there are more seeds, take {recommended} on this machine: {reason}."
+        )
     text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]

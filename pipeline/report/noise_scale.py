@@ -153,7 +153,8 @@ def _sentences(result: NoisePrediction) -> str:
     caveat = f"{UNMEASURED} `pipeline critical` measures it."
     if result.critical is not None and result.critical_was_tried:
         beside_the_fit = (
-            f" The sweep measured {number(result.critical)}: the prediction is "
+            " The critical batch that fits the sweep's own costs is "
+            f"{number(result.critical)}, without an interval: the prediction is "
             f"{scale.mean / result.critical:.2f} times that."
         )
         caveat = _beside_fit(scale.mean, result.critical)

@@ -272,6 +272,24 @@ def test_what_is_fast_and_what_ends_best_are_both_named(store):
     assert text.endswith(" By its final val/accuracy factor=2 is better.")
 
 
+def test_what_is_fast_on_one_seed_is_taken_for_now(store):
+    sweep = PlantedSweep(store, ["factor=1", "factor=2"])
+    for factor in (1, 2):
+        loss = 2 * 0.9 ** np.arange(20)
+        sweep.job(
+            f"factor={factor}",
+            {"train/loss": loss},
+            factor=factor,
+            batch=32 * factor,
+            seconds=0.01 * factor,
+        )
+    first = first_by_topic(sweep)
+    assert "There are not enough seeds to tell" in first["verdict"].text
+    assert first["next"].text.startswith(
+        "Until there are more seeds, take factor=1 on this machine: "
+    )
+
+
 @pytest.mark.parametrize(
     ("keep_best", "advice"),
     [
