@@ -313,6 +313,11 @@ def _close(
             say(_missing_line(parent.run_id, command_again))
         return NOT_SHIPPED
     if status:
+        if sweep.endings.any_rejected:
+            say(
+                "a config that was rejected is rejected again until you correct its "
+                "file; to correct an override, begin a new sweep"
+            )
         say(_missing_line(parent.run_id, command_again))
     if broken is None:
         _publish_report(sweep)

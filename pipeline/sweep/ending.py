@@ -90,6 +90,13 @@ class JobEndings:
         """Return the losses of these jobs, all of which have ended."""
         return {name: self.by_name[name].loss for name in names}
 
+    @property
+    def any_rejected(self) -> bool:
+        """Whether a job was rejected because of its config."""
+        return any(
+            ending.outcome == Outcome.REJECTED for ending in self.by_name.values()
+        )
+
     def failure_reasons(self) -> dict[str, str]:
         """Return the reason for each job that returned no loss, by job name."""
         reasons = {}

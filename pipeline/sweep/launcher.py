@@ -6,6 +6,7 @@ A launcher plans the jobs of a batch, and runs those that have not finished:
 """
 
 import os
+import shlex
 import signal
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -23,14 +24,14 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from pipeline.checkpoints.run_dirs import by_id
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, count, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
 from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import mlflow_view, opening, sweep_size
+from pipeline.sweep import again, mlflow_view, opening, sweep_size
 from pipeline.sweep.ending import WORST
 from pipeline.sweep.job_batch import Backend, JobBatch, Slot
 from pipeline.sweep.job_names import job_names
@@ -118,6 +119,7 @@ class SweepLauncher(Launcher):
         slots = [Slot(gpus) for gpus in self._slots(plan.hardware_of_jobs)]
         self._prepare()
 
+        is_first_batch = self.sweep is None
         sweep = self._opened_sweep(plan)
         children = sweep.parent.children()
         losses = finished_losses(children)
@@ -130,6 +132,8 @@ class SweepLauncher(Launcher):
             if name not in losses:
                 run_dir = run_dirs.get(name)
                 tasks[name] = self._task(sweep, name, overrides, number, run_dir)
+        if self.config.tracking.sweep is not None and is_first_batch:
+            self._say_what_is_missing(sweep, len(tasks), len(plan.jobs))
         batch = JobBatch(
             self._backend(sweep, plan.hardware_of_jobs),
             slots,
@@ -140,6 +144,18 @@ class SweepLauncher(Launcher):
         batch.run(tasks)
         losses |= sweep.endings.losses(tasks)
         return [completed_with(losses.get(name, WORST)) for name in plan.jobs]
+
+    def _say_what_is_missing(
+        self, sweep: RunningSweep, missing: int, planned: int
+    ) -> None:
+        """Print how many jobs of a reopened sweep are run, and its overrides."""
+        parent = sweep.parent
+        say(
+            f"sweep {parent.run_id} ({parent.name}): {missing} of "
+            f"{count(planned, 'job')} to run"
+        )
+        overrides = again.recordable(self.config.hydra.overrides.task)
+        say(f"overrides: {shlex.join(overrides)}")
 
     def _opened_sweep(self, plan: SweepPlan) -> RunningSweep:
         """Open the sweep for its first batch, or add the jobs of a later batch."""

@@ -34,6 +34,7 @@ def test_the_first_job_that_is_rejected_ends_the_sweep(tmp_path):
     assert changes(printed) == [("seed=0", "started"), ("seed=0", "rejected")]
     assert "\n  seed=0  NOT RUN   rejected, which ended the sweep\n" in printed
     assert "\n  seed=1  NOT RUN\n" in printed
+    assert "to correct an override, begin a new sweep\n" in printed
     # The key and the rule: with the traceback that the job prints, and on that line.
     parent, children = parent_and_children(Store(tmp_path))
     assert parent.info.status == "FAILED"
@@ -76,5 +77,9 @@ def test_one_that_is_rejected_after_another_has_trained_is_lost_alone(tmp_path):
         "^run what is missing with: pipeline (.+)$", printed, re.MULTILINE
     )
     again = pipeline(*shlex.split(rest), cwd=tmp_path, status=1).stderr
+    assert re.search(
+        r"^sweep \w+ \(multirun\): 1 of 3 jobs to run$", again, re.MULTILINE
+    )
+    assert re.search(r"^overrides: .* '?\+model.classes=10,9,11", again, re.MULTILINE)
     assert changes(again) == [("classes=9", "started"), ("classes=9", "rejected")]
     assert "The sweep was ended" not in again
