@@ -68,7 +68,7 @@ def decide_in_memory(
     if shuffles_files(node, data):
         by_file = "by file and "
     line = (
-        f"{examples} are streamed, as a quarter of the memory{shared} is "
+        f"{examples} are streamed, because a quarter of the memory{shared} is "
         f"{readable(allowed_bytes)}; shuffled {by_file}in a buffer of {buffer} examples"
     )
     return {"in_memory": False, "shuffle_buffer": buffer}, line

@@ -47,7 +47,7 @@ def test_what_fits_a_quarter_of_the_memory_is_kept(monkeypatch):
     node, line = settled(data)
     assert node == {"in_memory": False, "shuffle_buffer": 50}
     assert re.fullmatch(
-        r"398 KiB .* are streamed, as a quarter of the memory is 398 KiB; "
+        r"398 KiB .* are streamed, because a quarter of the memory is 398 KiB; "
         r"shuffled in a buffer of 50 examples",
         line,
     )

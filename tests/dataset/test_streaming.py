@@ -187,8 +187,8 @@ def test_auto_streams_what_is_too_large(big):
     more = ("training.updates=3", "hydra.run.dir=auto")
     done = pipeline("train", *overrides(big), *more, cwd=big, warm=False)
     line = (
-        r"4.0 GiB of training examples are streamed, as a quarter of the memory is "
-        r"[\d.]+ GiB; "
+        r"4.0 GiB of training examples are streamed, because a quarter of the memory "
+        r"is [\d.]+ GiB; "
     )
     assert re.search(line, done.stderr)
     recorded = (big / "auto" / "config.yaml").read_text()
