@@ -542,7 +542,8 @@ def _build_network(
         notes = added_losses.check(network, batch[0], goal.training.added_losses)
         notes += objective.notes_on_files(goal.callbacks)
         results = kept_best.result_names(network, goal.evaluation, checked.outputs)
-        monitored_names.check(goal.callbacks, data, _validation_sets(spec), results)
+        sets = _validation_sets(spec)
+        notes += monitored_names.check(goal.callbacks, data, sets, results)
         objective.compile(
             goal, network, built_optimizer, checked.labels, checked.outputs
         )

@@ -19,11 +19,12 @@ def check(
     data: Data,
     sets: Sequence[ValidationSet],
     results: Sequence[str],
-) -> None:
+) -> list[str]:
     """Reject a Keras callback that monitors a name that no epoch can log.
 
     A callback of the user's own may add any metric to the logs. If there is one, only a
-    name that a metric has in MLflow, such as `val/loss`, is rejected.
+    name that a metric has in MLflow, such as `val/loss`, is rejected. For another name,
+    return a line.
 
     Args:
         callbacks: the callbacks, by their names in the config.
@@ -43,16 +44,22 @@ def check(
     choices += [*results, *_LISTED]
     accepted = {*choices, *UPDATE_METRICS}
 
+    notes = []
     may_be_added = any(not _is_of_keras(each) for each in callbacks.values())
     for name, callback in callbacks.items():
         monitor = _monitored(callback)
         if monitor is None or monitor in accepted:
             continue
+        key = f"training.callbacks.{name}.monitor"
         if may_be_added and _name_in_logs(monitor) not in accepted:
+            notes.append(
+                f"{key}: only a callback of your own can add {monitor} to the logs, "
+                f"which have {', '.join(choices)}"
+            )
             continue
         rule = "must be a name in the logs of Keras' callbacks"
-        key = f"training.callbacks.{name}.monitor"
         raise ConfigError(key, rule, monitor, choices)
+    return notes
 
 
 def _monitored(callback: keras.callbacks.Callback) -> str | None:

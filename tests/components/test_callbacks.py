@@ -147,7 +147,7 @@ def check_monitors(monitor, *others, validation=True, **options):
     sets = [ValidationSet("late", "test", None, None)]
     split = object() if validation else None
     data = SimpleNamespace(validation=split)
-    monitored_names.check(callbacks, data, sets, ["loss", "accuracy"])
+    return monitored_names.check(callbacks, data, sets, ["loss", "accuracy"])
 
 
 def test_a_monitored_metric_that_no_epoch_has_is_rejected():
@@ -162,11 +162,15 @@ def test_a_monitored_metric_that_no_epoch_has_is_rejected():
     with pytest.raises(ConfigError, match="Choices: val_late_loss"):
         check_monitors("val_loss", validation=False)
     for known in ("val_loss", "val_late_loss", "accuracy", "skipped_updates"):
-        check_monitors(known)
+        assert check_monitors(known) == []
 
 
 def test_a_callback_of_your_own_may_add_the_monitored_metric():
-    check_monitors("mine", BestSaver())
+    assert check_monitors("mine", BestSaver()) == [
+        "training.callbacks.stop.monitor: only a callback of your own can add mine to "
+        "the logs, which have val_loss, val_accuracy, val_late_loss, val_late_accuracy, "
+        "loss, accuracy, gradient_norm, learning_rate"
+    ]
     with pytest.raises(ConfigError, match="Did you mean 'val_loss'"):
         check_monitors("val/loss", BestSaver())
     # Without save_best_only, ModelCheckpoint does not read the metric.
