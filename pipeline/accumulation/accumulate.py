@@ -151,7 +151,10 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     else:
         objective = Objective(loss, loss_weights, metrics, weighted_metrics)
     if objective.over_batch:
-        rule = "loss_over must be example without an Update"
+        rule = (
+            "loss_over must be example for accumulate_gradients; for effective_batch, "
+            "use Update or AccumulatingModel"
+        )
         raise ValueError(f"{rule}. Received: 'effective_batch'")
     limit = micro_batch_limit(micro_batch_size, micro_batch_tokens, pad_multiple)
     if isinstance(limit, TokenLimit):

@@ -94,7 +94,7 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         # Reject a LossScaleOptimizer around this optimizer: it sets this attribute.
         if name == "loss_scale_factor" and "inner" in vars(self):
             rule = (
-                "a LossScaleOptimizer must be inside of this optimizer: "
+                "a LossScaleOptimizer must be inside this optimizer: "
                 "AccumulatingOptimizer(LossScaleOptimizer(…)), with "
                 "compile(auto_scale_loss=False)"
             )
@@ -288,8 +288,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
             if key not in indices:
                 count = len(self.updated_variables)
                 rule = (
-                    "trainable_variables must be those that the optimizer was built "
-                    f"for ({count}), or some of them, each once"
+                    f"trainable_variables must be the {count} that the optimizer was "
+                    "built for, or some of them, each only once"
                 )
                 raise ValueError(f"{rule}. Received: {variable.name}")
             gradients[indices.pop(key)] = gradient
@@ -309,13 +309,16 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         elif any(mask is not None for mask in masks):
             reason = "an output has a mask, so the weights of batches may differ"
         elif step.sample_weight is not None and "mean_with_sample_weight" in reductions:
-            reason = "a loss divides by a sum of sample weights, which may differ"
+            reason = (
+                "a loss divides by a sum of sample weights, which may differ "
+                "between batches"
+            )
         else:
             return
         self._has_warned = True
         text = (
             f"{self.name} gives all batches of fit the same weight, but {reason}. So "
-            "its updates differ from those of large batches. Those of "
+            "its updates differ from those of large batches; the updates of "
             "AccumulatingModel do not"
         )
         warnings.warn(text, stacklevel=4)

@@ -137,7 +137,7 @@ def unsupported(
         if getattr(layer, "stateful", False):
             rule = (
                 "must have no stateful RNN, because "
-                "its states are those of the examples of one batch"
+                "its states belong to the examples of one batch"
             )
             yield rule, layer.name
     for variable in model.trainable_variables:

@@ -127,8 +127,8 @@ def micro_batch_losses(
     for term in objective.terms(y, outputs, sample_weight):
         if couples_examples(term.loss):
             # A micro-batch contains only some of the examples that the loss compares.
-            rule = "loss_over must be effective_batch for a loss that compares several"
-            raise ValueError(f"{rule} examples, {term.loss.name}. Received: 'example'")
+            rule = f"loss_over must be effective_batch for {term.loss.name}, a loss"
+            raise ValueError(f"{rule} that compares examples. Received: 'example'")
         totals_of_output = BatchTotals(batch_examples, weights.get(term.name))
         sums = weighted_sum(
             term.loss,
@@ -336,8 +336,9 @@ def weighted_sum(
     micro_batch_examples = tf.cast(examples_in(outputs), dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
-            case = " if there are sample weights" if over_batch else ""
-            rule = f"The loss must give one value per example{case}, not a scalar"
+            rule = "The loss must give one value per example, not a scalar"
+            if over_batch:
+                rule += ", if there are sample weights"
             raise ValueError(f"{rule}. Received: {loss.name}")
         return _sum_of_scalar(loss, values, micro_batch_examples)
 

@@ -81,9 +81,9 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
     noisy = forward.cut_dependent_noise
     if noisy:
         rule = (
-            "same_noise must be True, and layers must be able to draw noise for each "
-            "example, because both passes need the same noise if loss_over is "
-            "effective_batch"
+            "same_noise must be True if loss_over is effective_batch, and layers must "
+            "be able to draw noise for each example, because both passes over the "
+            "batch need the same noise"
         )
         yield rule, ", ".join(noisy)
 

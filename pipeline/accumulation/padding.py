@@ -69,7 +69,7 @@ def sequences_in(x: Nest) -> list[tf.RaggedTensor]:
         if isinstance(leaf, tf.RaggedTensor):
             sequences.append(leaf)
     if not sequences:
-        rule = "with micro_batch_tokens, an input must be a ragged tensor"
+        rule = "with micro_batch_tokens, at least one input must be a ragged tensor"
         reason = "because the lengths of dense inputs are not known"
         way = "tf.RaggedTensor.from_tensor(x, lengths) cuts off their padding"
         raise ValueError(f"{rule}, {reason}. {way}")

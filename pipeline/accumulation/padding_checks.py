@@ -176,27 +176,27 @@ def _check_trial(model: keras.Model, alone: _Trial, longer: _Trial) -> None:
 
     outputs = zip(alone.outputs, longer.outputs, strict=True)
     if not all(_close(*pair, rounding) for pair in outputs):
-        rule = "must give the same outputs with more padding at the end of an example"
+        rule = "must give the same outputs when an example is padded at its end"
         remedy = "mask the padding"
         received = model.name
         call = _first_that_differs(alone, longer, rounding)
         if call is not None:
             remedy, received = _remedy_for(call)
         raise ValueError(
-            f"model {rule}, with micro_batch_tokens: {remedy}, {otherwise}. "
+            f"with micro_batch_tokens, model {rule}: {remedy}, {otherwise}. "
             f"Received: {received}"
         )
     if longer.mask_counts_padding:
         rule = "must leave padding out of the masks of its outputs"
         raise ValueError(
-            f"model {rule}, with micro_batch_tokens. Received: {model.name}"
+            f"with micro_batch_tokens, model {rule}. Received: {model.name}"
         )
     for name, loss in alone.added.items():
         if not _close(loss, longer.added[name], rounding):
-            rule = "must add the same loss with more padding at the end of an example"
-            remedy = "leave padding out of it"
+            rule = "must add the same loss when an example is padded at its end"
+            remedy = "leave padding out of this loss"
             raise ValueError(
-                f"model {rule}, with micro_batch_tokens: {remedy}, {otherwise}. "
+                f"with micro_batch_tokens, model {rule}: {remedy}, {otherwise}. "
                 f"Received: {name}"
             )
 

@@ -50,7 +50,7 @@ def check_takes_ragged(
         "micro_batch_tokens must be given, with or without micro_batch_size, for "
         "ragged inputs to a model that takes only dense ones"
     )
-    remedy = "Each micro-batch is then padded. Otherwise, pad the batches"
+    remedy = "Each micro-batch is then padded. Or pad the batches yourself"
     raise ValueError(f"{rule}. {remedy}. Received: {model.name}")
 
 

@@ -176,7 +176,7 @@ class _Rows:
             check = tf.debugging.assert_equal(
                 sizes[0] % self.examples,
                 0,
-                "same_noise: rows that belong to no example",
+                "same_noise: the noise has rows that belong to no example",
             )
             checks = [] if check is None else [check]
             with tf.control_dependencies(checks):
@@ -220,7 +220,10 @@ class _RowsByTokens(_Rows):
         checks = []
         if tf.is_tensor(sizes[1]):
             # Values of a second sequence axis would come between those of the first.
-            rule = "same_noise: rows of unknown length that belong to no example"
+            rule = (
+                "same_noise: the noise has rows of unknown length that belong to no "
+                "example"
+            )
             checks.append(tf.debugging.assert_equal(sizes[0], self.examples, rule))
         with tf.control_dependencies([check for check in checks if check is not None]):
             # An example has several rows if a previous layer has merged the first axes.

@@ -105,7 +105,7 @@ NOT_CALLED = "which is not called here"
         (
             stateful,
             4,
-            "inner must have no stateful RNN, because its states are those of the "
+            "inner must have no stateful RNN, because its states belong to the "
             "examples of one batch. Received: lstm",
         ),
     ],

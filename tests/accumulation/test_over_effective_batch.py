@@ -394,9 +394,9 @@ REFUSED = {
     "spectral": Refused(lambda: updated(spectral()), STATE + "spectral_normalization"),
     "noise": Refused(
         lambda: updated(one_tower()),
-        "same_noise must be True, and layers must be able to draw noise for each "
-        "example, because both passes need the same noise if loss_over is effective_batch. "
-        "Received: dropout",
+        "same_noise must be True if loss_over is effective_batch, and layers must be "
+        "able to draw noise for each example, because both passes over the batch need "
+        "the same noise. Received: dropout",
     ),
     "two modes": Refused(
         lambda: updated(two_outputs(), loss_over={"classes": "example"}),
@@ -409,12 +409,12 @@ REFUSED = {
     ),
     "circle of micro-batches": Refused(
         lambda: updated(embedding(), losses.Circle(), loss_over="example"),
-        "loss_over must be effective_batch for a loss that compares several examples, "
-        "circle. Received: 'example'",
+        "loss_over must be effective_batch for circle, a loss that compares examples. "
+        "Received: 'example'",
     ),
     "marked": Refused(
         lambda: updated(one_tower(), Marked(), loss_over=None),
-        "loss_over must be effective_batch for a loss that compares several examples",
+        "loss_over must be effective_batch for ",
     ),
     "measured noise": Refused(
         lambda: updated(embedding(), noise_every=2),
@@ -422,11 +422,11 @@ REFUSED = {
     ),
     "weighted scalar": Refused(
         lambda: updated(frozen(), batch=batch_of(6, "weighted")),
-        "The loss must give one value per example if there are sample weights, "
-        "not a scalar. Received: decorrelated",
+        "The loss must give one value per example, not a scalar, if there are sample "
+        "weights. Received: decorrelated",
     ),
     "kernel": Refused(
-        outside_of_an_update, "loss_over must be example without an Update"
+        outside_of_an_update, "loss_over must be example for accumulate_gradients"
     ),
 }
 

@@ -455,8 +455,8 @@ def test_variables_that_it_was_not_built_for():
         optimizer.apply([one])
     optimizer.build(variables)
     other = keras.Variable(np.ones(2), name="other")
-    rule = "trainable_variables must be those that the optimizer was built for"
-    received = ".*, or some of them, each once. Received: other"
+    rule = "trainable_variables must be the .* that the optimizer was built for"
+    received = ", or some of them, each only once. Received: other"
     with pytest.raises(ValueError, match=rule + received):
         optimizer.apply([one, one], [variables[0], other])
     with pytest.raises(ValueError, match=rule):

@@ -139,7 +139,7 @@ def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):
     with pytest.raises(ConfigError) as rejected:
         parts_of(TOKENS, "+model.pools=true")
     assert rejected.value.key == "accumulation.micro_batch_tokens"
-    assert "must give the same outputs with more padding" in str(rejected.value)
+    assert "must give the same outputs when an example is padded" in str(rejected.value)
 
 
 def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64):

@@ -74,8 +74,8 @@ PREPARED = {
     ),
     "train experiment=text model._target_=mine.pooled accumulation.micro_batch_tokens=9": (
         "accumulation.micro_batch_tokens must be null, as padding would change the "
-        "update (model must give the same outputs with more padding at the end of an "
-        "example, with micro_batch_tokens: mask the padding, as Masking or "
+        "update (with micro_batch_tokens, model must give the same outputs when an "
+        "example is padded at its end: mask the padding, as Masking or "
         "Embedding(mask_zero=True) does, or cut padded batches by micro_batch_size "
         "alone. Received: …). Received: 9."
     ),
@@ -91,9 +91,9 @@ PREPARED = {
         "examples at once. Received: 'example'."
     ),
     "train model=mlp model.dropout=0.1 training.loss_over=effective_batch": (
-        "accumulation.same_noise must be True, and layers must be able to draw noise "
-        "for each example, because both passes need the same noise if loss_over is "
-        "effective_batch. Received: …"
+        "accumulation.same_noise must be True if loss_over is effective_batch, and "
+        "layers must be able to draw noise for each example, because both passes over "
+        "the batch need the same noise. Received: …"
     ),
     "train model._target_=mine.not_a_modle": (
         "model._target_ must name something that exists (…). Received: "
