@@ -171,6 +171,6 @@ def test_what_it_cannot_be_made_of():
     accumulating.build([one])
     with pytest.raises(
         ValueError,
-        match="trainable_variables must be the .* that the optimizer was built for",
+        match=r"trainable_variables must be the .* that the optimizer was built for",
     ):
         accumulating.apply([tf.zeros(2)], [other])
