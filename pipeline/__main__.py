@@ -28,7 +28,7 @@ VERBS = {  # name → function in this package, and help text
     ),
     "sweep": (
         "cli.train:sweep",
-        "run the multirun in sweeps/NAME.yaml; with --again SWEEP only its unfinished jobs",
+        "run the multirun in sweeps/NAME.yaml, or the unfinished jobs of --again SWEEP",
     ),
     "resume": (
         "cli.resume:resume",
@@ -58,7 +58,7 @@ VERBS = {  # name → function in this package, and help text
     ),
     "critical": (
         "cli.critical:critical",
-        "measure the critical batch by branches of a checkpoint, RUN@UPDATE",
+        "measure the critical batch by training branches of a checkpoint, RUN@UPDATE",
     ),
     "report": (
         "report.command:report",

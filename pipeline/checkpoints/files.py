@@ -307,9 +307,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         if is_in_time and not best and not self._is_announced:
             self._is_announced = True
             announcement = (
-                f"first checkpoint, after update {update}: a crash loses the updates "
-                f"after the latest one; the next is due in {pause / 60:.0f} min "
-                "(training.checkpoint_every)"
+                f"first checkpoint, after update {update}: a crash loses only the "
+                "updates after the latest checkpoint; the next one is due in "
+                f"{pause / 60:.0f} min (training.checkpoint_every)"
             )
         if not best:
             self._next_auto = ended + pause
@@ -580,7 +580,7 @@ def _verified(folder: Path, update: int) -> Checkpoint:
         rule = f"must be of format {FORMAT}"
         raise ConfigError(f"the checkpoint {folder}", rule, content["format"])
     if content["update"] != update:
-        raise FormError(f"it is of update {content['update']}")
+        raise FormError(f"it was written after update {content['update']}")
     return Checkpoint(folder, Meta.from_json(content))
 
 
@@ -589,7 +589,7 @@ def _verify_files(folder: Path) -> None:
     names = {file.name for file in folder.iterdir()} - {"manifest.json"}
     if names != set(hashes) or "meta.json" not in names:
         existing = ", ".join(sorted(names)) or "none"
-        raise FormError(f"manifest.json names other files than {existing}")
+        raise FormError(f"manifest.json does not fit the existing files, {existing}")
     for name, expected in hashes.items():
         if _sha256(folder / name) != expected:
             raise FormError(f"{name} does not match manifest.json")

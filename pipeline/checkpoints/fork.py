@@ -117,7 +117,10 @@ class Fork:
             self.snapshot = snapshot.read(self.checkpoint)
         except Exception as error:
             key = f"the checkpoint {self.checkpoint.folder}"
-            rule = "must exist until it has been read: its run has continued"
+            rule = (
+                "must exist until it has been read: its run may have continued and "
+                "deleted it"
+            )
             raise ConfigError(key, rule) from error
 
     def take(self) -> Snapshot:
@@ -209,8 +212,8 @@ class ModelStart:
         for layer in internals.layers_of(updater.model):
             if getattr(layer, "lora_enabled", False):
                 rule = (
-                    "must be left out for a model with LoRA, whose weights Keras would "
-                    "set to 0: load them where the model is built"
+                    "must be left out for a model with LoRA, because Keras would set "
+                    "the LoRA weights to 0: load weights where the model is built"
                 )
                 raise ConfigError(_KEY, f"{rule} ({layer.name})", self.model.name)
 

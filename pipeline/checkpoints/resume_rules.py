@@ -121,7 +121,8 @@ class Continuation:
             names = ", ".join(files_changed)
             rule = (
                 f"must be resumed with its own code, which has changed since: {names}; "
-                "training.accept_changed_code=true continues the run with it"
+                "training.accept_changed_code=true continues the run with the changed "
+                "code"
             )
             raise ConfigError(self.key, rule, str(self.run_dir))
 
@@ -275,7 +276,7 @@ def _check_rows_stay_true(
         way_on = f"begin a new run there, with start.run=RUN@{done}"
     rule = (
         f"must be resumed with its own horizon, since {count(last - done, 'update')} "
-        f"after update {done} will be trained again and have rows already; for another "
+        f"after update {done} will be trained again and already have rows; for another "
         f"horizon, {way_on}"
     )
     values = spec.resolved["training"]
@@ -320,7 +321,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
         rule = "must have a checkpoint from which to train to a longer horizon"
         return ConfigError(key, rule, str(run_dir))
     if not existing:
-        rule = f"must have a checkpoint; to train it from the start: {command}"
+        rule = f"must have a checkpoint; to train the run from the start: {command}"
         return ConfigError(key, rule, str(run_dir))
     rule = (
         f"must have an intact checkpoint after at most {count(most, 'update')}, since "
@@ -328,7 +329,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     )
     if past.damage:
         rule += f" ({past.damage})"
-    rule += f"; to train it from the start: {command}"
+    rule += f"; to train the run from the start: {command}"
     return ConfigError(key, rule, str(run_dir))
 
 

@@ -126,7 +126,8 @@ def _parser() -> Parser:
         "--examples",
         type=int,
         metavar="N",
-        help=f"the examples of each branch; default: those of {UPDATES} updates",
+        help="the number of examples per branch; default: the examples of "
+        f"{UPDATES} updates",
     )
     parser.add_argument(
         "--again",
@@ -236,7 +237,8 @@ def _branch_config(
     rule = scaling.get("rule", "none")
     if rule not in ("none", "sqrt"):
         reason = (
-            "must have scaling.rule none or sqrt: the rate of the branches follows √k"
+            "must have scaling.rule=none or sqrt: at k times the effective batch, the "
+            "learning rate of a branch is multiplied by √k"
         )
         raise ConfigError(RUN, reason, rule)
     sizes = [stage.effective_batch_size for stage in stages]

@@ -182,8 +182,8 @@ def _query(arguments: Sequence[str]) -> _Query:
     parser.add_argument(
         "--filter",
         metavar="TEXT",
-        help="list only the runs of the store that MLflow's filter string selects, "
-        "such as \"tags.team='vision'\"; a status may also be one of the list's words",
+        help="list only the store's runs that match this filter string of MLflow, such "
+        "as \"tags.team='vision'\"; a status may also be one of the list's words",
     )
     parser.add_argument(
         "--sort",

@@ -35,7 +35,7 @@ def ui(arguments: Sequence[str]) -> int:
         "--port",
         metavar="PORT",
         default="5000",
-        help="the port to listen on at 127.0.0.1; default 5000",
+        help="the port on 127.0.0.1 to listen on; default 5000",
     )
     options, overrides = parser.parse_known_args(list(arguments))
     uri = compose.composed(overrides).tracking.uri
@@ -136,5 +136,5 @@ def _pages(uri: str, root: str) -> list[str]:
     is_run_id = RUN_ID.fullmatch(sweep)  # The store is not trusted.
     if is_run_id and f"{mlflow_view.VIEW_TAG}{sweep}" in experiment.tags:
         view = mlflow_view.view_fragment(newest.experiment_id, sweep)
-        lines.insert(0, f"its sweep:  {root}/{view}")
+        lines.insert(0, f"sweep:      {root}/{view}")
     return lines

@@ -34,7 +34,7 @@ def misread(uri: str) -> str:
     if "?" in path:
         return f"must have no ? in its path, which would end there: {path}"
     if unquote(path) != path:
-        return f"must have no %-code in its path, which is read as {unquote(path)}"
+        return f"must have no %-code in its path: the path is read as {unquote(path)}"
     return ""
 
 

@@ -836,7 +836,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_is_used(tmp_path, capsy
     (tmp_path / "2").rename(tmp_path / "3")
     (tmp_path / "3" / "more").unlink()
     assert files.newest(tmp_path).updates_done == 1
-    assert "it is of update 2" in capsys.readouterr().err
+    assert "it was written after update 2" in capsys.readouterr().err
     shutil.rmtree(tmp_path / "1")
     assert files.newest(tmp_path) is None
 
@@ -990,8 +990,9 @@ def test_the_first_one_that_is_due_by_the_time_is_announced(tmp_path, capsys):
         checkpoints._next_auto = 0
         assert save(checkpoints, 2, best=True) == ""
         assert save(checkpoints, 3) == (
-            "first checkpoint, after update 3: a crash loses the updates after the "
-            "latest one; the next is due in 5 min (training.checkpoint_every)\n"
+            "first checkpoint, after update 3: a crash loses only the updates after "
+            "the latest checkpoint; the next one is due in 5 min "
+            "(training.checkpoint_every)\n"
         )
         checkpoints._next_auto = 0
         assert save(checkpoints, 4) == ""

@@ -155,7 +155,7 @@ def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
     run = Store(folder).run()
     refused = pipeline("resume", run.info.run_id[:8], cwd=folder, status=2)
     command = f"pipeline resume {folder}/run training.resume=auto"
-    assert f"to train it from the start: {command}. Received" in refused.stderr
+    assert f"to train the run from the start: {command}. Received" in refused.stderr
     # From the start, in the same run.
     (_, *arguments) = command.split(" ")
     pipeline(*arguments, cwd=folder, status=-9, AT="23", BY="9")
@@ -207,7 +207,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
     rejected = pipeline("train", *AUTO, *other, cwd=folder, status=2)
     assert re.search(
         r"hydra\.run\.dir must be resumed with its own horizon, since \d+ updates? "
-        r"after update \d+ will be trained again and have rows already; for another "
+        r"after update \d+ will be trained again and already have rows; for another "
         r"horizon, (train into another folder|"
         r"begin a new run there, with start.run=RUN@\d+)",
         rejected.stderr,
@@ -508,7 +508,7 @@ def test_changed_code_of_ones_own_is_rejected_by_its_file(tmp_path, monkeypatch)
 
     rule = (
         "RUN must be resumed with its own code, which has changed since: own_code.py; "
-        "training.accept_changed_code=true continues the run with it"
+        "training.accept_changed_code=true continues the run with the changed code"
     )
     with pytest.raises(ConfigError, match=re.escape(rule)):
         check("false", segment, [])

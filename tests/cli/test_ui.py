@@ -110,6 +110,6 @@ def test_the_comparison_of_its_sweep_stands_first(tmp_path):
 
     fragment = mlflow_view.save_view(made.planned, {})
     lines = ui._pages(store.uri, root)
-    assert lines[0] == f"its sweep:  {root}/{fragment}"
+    assert lines[0] == f"sweep:      {root}/{fragment}"
     assert f"viewStateShareKey={made.run_id}" in lines[0]
     assert f"/runs/{job}?workflowType=machine_learning" in lines[1]
