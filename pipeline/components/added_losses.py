@@ -68,7 +68,7 @@ def check(model: keras.Model, x: Any, rule: str) -> list[str]:
     neither = [path for path, rules in rules_by_layer.items() if not rules]
     if not neither:
         return []
-    what = "added to the loss by each micro-batch, neither a mean nor a sum"
+    what = "losses that each micro-batch adds and that are neither a mean nor a sum"
     return [f"{what}: {', '.join(neither)}"]
 
 

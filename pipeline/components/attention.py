@@ -113,7 +113,9 @@ def _line_if_fused(reasons: list[str]) -> str:
 def _line_if_not_fused(reasons: list[str]) -> str:
     reason = "the model has no attention without dropout"
     if reasons:
-        reason = next((reason for reason in reasons if reason), "not on all workers")
+        reason = next(
+            (reason for reason in reasons if reason), "another worker cannot fuse it"
+        )
     return f", attention not fused ({reason})"
 
 

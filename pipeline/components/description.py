@@ -118,6 +118,6 @@ def example_inputs(parts: Parts) -> Any:
     """
     is_dense = all(map(tf.is_tensor, tf.nest.flatten(parts.inputs)))
     if not is_dense or not isinstance(parts.inputs, tf.Tensor | dict):
-        what = "an input that is neither a dense tensor nor a dict of them"
+        what = "an input that is neither a dense tensor nor a dict of dense tensors"
         raise TypeError(f"{what} has no signature")
     return tf.nest.map_structure(lambda leaf: leaf.numpy(), parts.inputs)

@@ -212,7 +212,7 @@ def _gpus_of_process(
     if workers.started and processes * replicas > available:
         rule = (
             f"must be at most {available // replicas}: "
-            f"each has {replicas} of the {listed} of this machine"
+            f"each worker needs {replicas} of the {listed} of this machine"
         )
         raise ConfigError(KEY, rule, processes)
     # Take this worker's slice if it exists: the GPUs may be shared by all workers on

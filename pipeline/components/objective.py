@@ -229,7 +229,7 @@ def _metrics(training: DictConfig, group: str) -> Metrics:
         metric = _metric(node.node, node.key, node.name)
         metrics_by_output.setdefault(node.output, []).append(metric)
     if None in metrics_by_output and len(metrics_by_output) > 1:
-        rule = "must have all metrics under the name of their output, or none"
+        rule = "must have all or none of its metrics under the name of an output"
         names = [node.full_name for node in nodes]
         raise ConfigError(f"training.{group}", rule, names)
     return metrics_by_output.get(None, metrics_by_output)

@@ -39,7 +39,7 @@ _CROSS_ENTROPIES = (
 )
 _PADDED_REDUCTION = (
     "must be mean_with_sample_weight or sum if dataset.pad pads the labels and the "
-    "model has no mask: this reduction also counts the padding"
+    "model has no mask: other reductions also count the padding"
 )
 
 
@@ -200,10 +200,7 @@ def _checked_term(
     if example.padded and _divides_by_padding(term):
         raise ConfigError(f"{key}.reduction", _PADDED_REDUCTION, loss.reduction)
     if internals.couples_examples(loss) and not goal.over_batch:
-        rule = (
-            "must be effective_batch: "
-            f"{loss.name} is a loss of several examples at once"
-        )
+        rule = f"must be effective_batch: {loss.name} is a loss that compares examples"
         raise ConfigError("training.loss_over", rule, goal.loss_over)
 
     def weighted_sum() -> tf.Tensor:
@@ -302,7 +299,7 @@ def _check_metric(
         reason = "its result is not one number"
         # By default, Keras metrics such as F1Score return one result per class.
         if getattr(metric, "average", "") is None:
-            reason += "; with average=macro it is"
+            reason += "; with average=macro, it is one number"
         raise ValueError(reason)
 
 

@@ -265,7 +265,7 @@ def _sde(optimizer: Any, kappa: float) -> dict[str, float]:
         if arguments[name] < 0:
             message = (
                 f"must be at least {1 - 1 / kappa:g} for scaling.rule=sde "
-                f"at κ = {kappa:g}: κ(1 − β) ≤ 1"
+                f"at κ = {kappa:g}, so that κ(1 − β) ≤ 1"
             )
             raise ConfigError(f"optimizer.{name}", message, before)
 

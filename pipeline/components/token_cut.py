@@ -62,8 +62,8 @@ def check_update(spec: RunSpec, evaluation: Evaluation, batch_spec: Any) -> None
     xla_lengths = spec.config.hardware.xla_lengths
     if isinstance(xla_lengths, list) and not spec.times_xla:
         rule = (
-            "must be null for a model that does not take all its inputs and labels "
-            f"padded to the same length, such as {xla_lengths[-1]}"
+            "must be null if the model or its loss fails when all inputs and labels "
+            f"are padded to the same length, such as {xla_lengths[-1]}"
         )
         with as_config_error(XLA_LENGTHS, rule, xla_lengths):
             _trace_at(xla_lengths[-1], evaluation, batch_spec)

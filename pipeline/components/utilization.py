@@ -88,8 +88,8 @@ def share_of_peak(parts: Parts, names: list[str]) -> float:
         if not unknown:
             return flops / (sum(peaks) * parts.devices.workers)
     say(
-        "perf/model_flops_utilization is left out, as the FLOPs of some operations "
-        f"are not known: {', '.join(unknown)}"
+        "perf/model_flops_utilization is left out, as FLOPs are not known for "
+        f"{', '.join(unknown)}"
     )
     return 0.0
 

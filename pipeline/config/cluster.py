@@ -307,7 +307,7 @@ def _slurm_text(environment: Mapping[str, str], name: str) -> str:
     text = environment.get(name, "")
     if not text:
         raise ConfigError(
-            name, "must be set in a task of a Slurm step: start it by srun"
+            name, "must be set in a task of a Slurm step: start the run with srun"
         )
     return text
 

@@ -79,7 +79,7 @@ REMOVED_KEYS = {
         True,
         "true",
         "the scaling rule follows the stages; "
-        "use scaling=none for a rate that does not",
+        "use scaling=none for a learning rate that does not",
     ),
     "accumulation.seesaw_max": RemovedKey(
         "0.2.0", None, "null", "give the effective batch size of each stage"

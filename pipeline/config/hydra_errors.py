@@ -77,7 +77,7 @@ _TEXTS = (
     ),
     (
         r"(In '.+': )?Could not override '(?P<key>[^'@]+@experiment\.[^']+?)'\.",
-        "must be a group of the defaults list; the first line of a file of experiment "
+        "must be a group of the defaults list; the first line of an experiment's file "
         "must be # @package _global_",
     ),
     (
@@ -88,7 +88,7 @@ _TEXTS = (
     (r"(?P<key>hydra\.searchpath) must be", "must be a list of folders"),
     (
         r"force-add of config groups is not supported: '(?P<override>.+)'",
-        "must be added with one + only",
+        "must be added with a single +",
     ),
 )
 _LINKS: dict[type[Exception], str] = {
@@ -192,7 +192,7 @@ def _missing_config_error(
     """Return the error for a config, or an option of a group, that does not exist."""
     group, _, name = str(error.missing_cfg_file).rpartition("/")
     if error.options is not None:
-        rule = "must be an option of its group"
+        rule = "must name one of the options of this group"
         removal = former_names.removal(group, name)
         if removal is not None:
             return removal

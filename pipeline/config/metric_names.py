@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 _NAME = re.compile(r"[\w.\-/: ]{1,250}")
 NAME_RULE = (
-    "up to 250 letters, digits, blanks and any of _.-/: with no path part that is "
+    "up to 250 letters, digits, blanks and any of :_.-/ with no path part that is "
     "empty, . or .."
 )
 

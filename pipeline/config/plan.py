@@ -536,8 +536,8 @@ class StreamPlan(RunPlan):
         batches = str(cut)
         if cut.effective_batch_size != cut.micro_batch_size:
             batches = (
-                f"{cut.factor} batches, the first of {cut.micro_batch_size}, "
-                "are an update"
+                f"{cut.factor} batches per update, the first one with "
+                f"{count(cut.micro_batch_size, 'example')}"
             )
 
         per_epoch = "an unknown number of updates"

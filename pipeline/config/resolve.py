@@ -429,8 +429,8 @@ def _check_gpus(spec: RunSpec) -> None:
     replicas = hardware.replicas * spec.workers_on_machine
     gpus = gpu if isinstance(gpu, list) else [gpu]
     if len(gpus) != replicas:
-        here = count(replicas, "replica")
-        rule = f"must name one GPU for each replica on this machine, {here}"
+        named = count(replicas, "GPU")
+        rule = f"must name {named}, one for each replica on this machine"
         raise ConfigError("hardware.gpu", rule, gpu)
 
 

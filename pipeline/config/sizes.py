@@ -295,8 +295,8 @@ def _sizes_by_tokens(
         return {**sizes_in_force(without, named), "micro_batch_tokens": None}
     if micro in SEARCHED:
         rule = (
-            f"cannot be searched for with {TOKENS}: set a number of examples, or null, "
-            "or set the other key to null"
+            f"cannot be searched for with {TOKENS}: set it to a number of examples or "
+            f"to null, or set {TOKENS} to null"
         )
         raise ConfigError(MICRO, rule, micro)
     if sizes["effective_batch_size"] is None:
@@ -342,7 +342,7 @@ def of_batches(
         raise ConfigError("scaling.rule", rule)
     if replicas != 1:
         rule = (
-            f"must be 1 on a single worker with {BATCHED}=true: batches are not "
+            f"must be 1, like hardware.workers, with {BATCHED}=true: batches are not "
             "divided among replicas"
         )
         raise ConfigError(REPLICAS, rule, replicas)

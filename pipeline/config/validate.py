@@ -175,7 +175,7 @@ def _check_register(tracking: Any) -> None:
     if name is None:
         return
     if not MODEL_NAME.fullmatch(name):
-        rule = "must be of up to 100 letters, digits, _, - and ."
+        rule = "must consist of up to 100 letters, digits, _, - and ."
         raise ConfigError("tracking.register", rule, name)
     if not tracking.log_model:
         rule = (
@@ -584,7 +584,8 @@ _CHECKS = {
     "hardware.memory": _SIZE.or_null(),
     "hardware.gpu_memory": _SIZE.or_null(),
     "hardware.gpu": Check(
-        "the index of a GPU, counted from 0, or a list of distinct ones", _are_indices
+        "the index of a GPU, counted from 0, or a list of distinct indices",
+        _are_indices,
     ).or_null(),
     "hardware.profile": Check(
         "null, or the first update and the number of updates: {start: 10, updates: 5}",

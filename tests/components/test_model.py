@@ -324,7 +324,7 @@ def test_what_layers_add_is_a_mean_or_a_sum_as_it_is_said_to_be():
     )
 
     root = Adding(lambda x: keras.ops.sqrt(keras.ops.mean(x * x)), "root")
-    what = "added to the loss by each micro-batch, neither a mean nor a sum"
+    what = "losses that each micro-batch adds and that are neither a mean nor a sum"
     line = f"{what}: net/root"
     assert both_ways(x, root) == [[line], [line]]
     assert both_ways(x[:1], adding_sum()) == [[], []]  # one example cannot be cut

@@ -176,7 +176,7 @@ def test_a_warm_up_counts_updates_of_the_reference_batch():
             2048,
             ["scaling=sde"],
             "optimizer.beta_1 must be at least 0.9375 for scaling.rule=sde "
-            "at κ = 16: κ(1 − β) ≤ 1",
+            "at κ = 16, so that κ(1 − β) ≤ 1",
         ),
         (
             512,

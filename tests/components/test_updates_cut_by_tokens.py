@@ -154,7 +154,7 @@ def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64
     with pytest.raises(ConfigError) as rejected:
         parts_of(*shorter_labels, "hardware.xla=true", "hardware.xla_lengths=[20,48]")
     assert rejected.value.key == "hardware.xla_lengths"
-    assert "must be null for a model that does not take" in str(rejected.value)
+    assert "must be null if the model or its loss fails" in str(rejected.value)
 
 
 def test_lengths_are_chosen_and_their_cost_is_said(float64):

@@ -104,7 +104,7 @@ def test_it_is_left_out_where_flops_or_the_peak_are_unknown(capsys):
     )
     assert utilization.share_of_peak(parts, [A100]) == 0
     line = (
-        "perf/model_flops_utilization is left out, as the FLOPs of some operations are not known: "
+        "perf/model_flops_utilization is left out, as FLOPs are not known for "
         "examples of unequal length"
     )
     assert capsys.readouterr().err.strip().removeprefix("pipeline: ") == line

@@ -34,16 +34,17 @@ CONFIG = {
         "device, … Did you mean 'device'?"
     ),
     "train optimizer=adamww": (
-        "optimizer must be an option of its group. Received: 'adamww'. Choices: "
-        "adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd. Did you mean 'adamw'?"
+        "optimizer must name one of the options of this group. Received: 'adamww'. "
+        "Choices: adafactor, adam, adamw, lion, momentum, muon, rmsprop, sgd. Did you "
+        "mean 'adamw'?"
     ),
     "train dataset=3": (
         "dataset must name one of the options of this group. Received: 3. Choices: "
         "…digits…tfds…"
     ),
     "train hydra/launcher=nope": (
-        "hydra/launcher must be an option of its group. Received: 'nope'. Choices: "
-        "basic…"
+        "hydra/launcher must name one of the options of this group. Received: 'nope'. "
+        "Choices: basic…"
     ),
     "train model@mine=mlp": (
         "model@mine must be a group of the defaults list. Received: 'model@mine=mlp'."
@@ -70,7 +71,7 @@ CONFIG = {
     ),
     "train accumulation.scale_rate=false": (
         "accumulation.scale_rate was removed in version 0.2.0: the scaling rule "
-        "follows the stages; use scaling=none for a rate that does not."
+        "follows the stages; use scaling=none for a learning rate that does not."
     ),
     "train --config-dir mine scaling=gone": (
         "scaling.rule=adascale was removed in version 0.2.0: use …"
@@ -262,8 +263,8 @@ CONFIG = {
     ),
     "train accumulation.micro_batch_tokens=512 accumulation.micro_batch_size=auto": (
         "accumulation.micro_batch_size cannot be searched for with "
-        "accumulation.micro_batch_tokens: set a number of examples, or null, or set "
-        "the other key to null. Received: 'auto'."
+        "accumulation.micro_batch_tokens: set it to a number of examples or to null, or "
+        "set accumulation.micro_batch_tokens to null. Received: 'auto'."
     ),
     (
         "train accumulation.micro_batch_tokens=512 "
@@ -340,26 +341,26 @@ CONFIG = {
     ),
     "train hardware.gpu=first": (
         "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
-        "distinct ones, or null. Received: 'first'."
+        "distinct indices, or null. Received: 'first'."
     ),
     "train hardware.gpu=-1": (
         "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
-        "distinct ones, or null. Received: -1."
+        "distinct indices, or null. Received: -1."
     ),
     "train hardware.gpu=[1,1]": (
         "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
-        "distinct ones, or null. Received: [1, 1]."
+        "distinct indices, or null. Received: [1, 1]."
     ),
     "train hardware.gpu=[]": (
         "hardware.gpu must be the index of a GPU, counted from 0, or a list of "
-        "distinct ones, or null. Received: []."
+        "distinct indices, or null. Received: []."
     ),
     "train hardware.gpu=[0,1]": (
-        "hardware.gpu must name one GPU for each replica on this machine, 1 replica. "
+        "hardware.gpu must name 1 GPU, one for each replica on this machine. "
         "Received: [0, 1]."
     ),
     "train hardware.gpu=0 hardware.replicas=2": (
-        "hardware.gpu must name one GPU for each replica on this machine, 2 replicas. "
+        "hardware.gpu must name 2 GPUs, one for each replica on this machine. "
         "Received: 0."
     ),
     "train hardware.gpu=0 hardware.device=cpu": (

@@ -58,7 +58,7 @@ PREPARED = {
     ),
     "train experiment=text training.loss.reduction=sum_over_batch_size": (
         "training.loss.reduction must be mean_with_sample_weight or sum if dataset.pad "
-        "pads the labels and the model has no mask: this reduction also counts the "
+        "pads the labels and the model has no mask: other reductions also count the "
         "padding. Received: 'sum_over_batch_size'."
     ),
     "train accumulation.micro_batch_tokens=512": (
@@ -87,8 +87,8 @@ PREPARED = {
         "train experiment=quick training.loss._target_=keras.losses.Circle "
         "~training.loss.from_logits"
     ): (
-        "training.loss_over must be effective_batch: circle is a loss of several "
-        "examples at once. Received: 'example'."
+        "training.loss_over must be effective_batch: circle is a loss that compares "
+        "examples. Received: 'example'."
     ),
     "train model=mlp model.dropout=0.1 training.loss_over=effective_batch": (
         "accumulation.same_noise must be True if loss_over is effective_batch, and "
@@ -382,7 +382,7 @@ PREPARED_TOO = {
     ),
     f"train {MLP} training.metrics.accuracy._target_=mine.Vector {ONE_HOT}": (
         "training.metrics.accuracy must fit … (its result is not one number; "
-        "with average=macro it is). "
+        "with average=macro, it is one number). "
         "Received: 'F1Score'."
     ),
     f"train {MLP} training.metrics.accuracy._target_=keras.losses.Huber": (

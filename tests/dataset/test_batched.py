@@ -463,7 +463,10 @@ def test_a_run_of_batches_that_is_killed_within_an_epoch_is_resumed_to_the_bit(
         return train_photos(tmp_path, *overrides, status=status, **variables).stderr
 
     err = train("through", "training.updates=7")
-    line = "3 batches, the first of 4, are an update; 4 updates per epoch, 7 in all"
+    line = (
+        "3 batches per update, the first one with 4 examples; 4 updates per epoch, "
+        "7 in all"
+    )
     assert line in err
     train("parted", "training.updates=7", status=-9, AT="6", BY="9")
     err = train("parted", "training.updates=7", "training.resume=auto")

@@ -156,7 +156,7 @@ class Touch:
         ("with optimizer", "start.weights_only", "must be true if start.run is a"),
         ("unknown", "start.run", "must name a registered model of the store"),
         ("no model", "tracking.register", "must be null with tracking.log_model=false"),
-        ("wrong name", "tracking.register", "must be of up to 100 letters"),
+        ("wrong name", "tracking.register", "must consist of up to 100 letters"),
         ("not trusted", "dataset._target_", "mine.points"),
     ],
 )

@@ -45,8 +45,8 @@ def test_verify_tells_what_the_loss_is_over(folder):
     over_examples = ("verify", *OWN, "training.loss_over=example")
     rejected = pipeline(*over_examples, cwd=folder, status=2)
     rule = (
-        "training.loss_over must be effective_batch: info_nce is a loss of several "
-        "examples at once"
+        "training.loss_over must be effective_batch: info_nce is a loss that compares "
+        "examples"
     )
     assert rule in rejected.stderr
 

@@ -463,7 +463,7 @@ def test_a_search_finds_the_better_rate_and_goes_on_after_an_interruption(tmp_pa
 REJECTED = {
     "sweep seeds seed=0,-1": "seed must be from 0 to 4294967295. Received: -1",
     "sweep seeds optimizer=adamw,adamwww": (
-        "optimizer must be an option of its group. Received: 'adamwww'"
+        "optimizer must name one of the options of this group. Received: 'adamwww'"
     ),
     "sweep seeds +hydra.launcher.nonsense=1": (
         "hydra.launcher.nonsense must be a parameter of this launcher"
