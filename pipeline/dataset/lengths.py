@@ -175,7 +175,9 @@ def _check_weights(keys_by_name: Mapping[str, str], form: _Form) -> None:
         size = _positions(form.specs[uncut[0]])
         if size is not None and size == _positions(form.specs[cut[0]]):
             key = keys_by_name[cut[0]]
-            rule = f"must also contain {uncut[0]}, which has the positions of {cut[0]}"
+            rule = (
+                f"must also contain {uncut[0]}, which has as many positions as {cut[0]}"
+            )
             others = [name for name, other in keys_by_name.items() if other == key]
             raise ConfigError(key, rule, others)
 
@@ -209,8 +211,8 @@ def _without_padding(value: tf.Tensor, length: tf.Tensor, name: str) -> tf.Tenso
         tf.reduce_all(tf.equal(rest, tf.zeros_like(rest))),
         [
             tf.strings.format(
-                f"dataset.lengths of {name} must leave only padding, which is zero, "
-                "after them. Received: {}",
+                f"dataset.lengths of {name} must leave out only padding, which is "
+                "zero. Received: {}",
                 length,
             )
         ],

@@ -370,8 +370,8 @@ def _loaders(node: DictConfig, data: Data) -> dict[str, stream.Loader]:
     for key in ("augment", "lengths", "pad"):
         if node.get(key) is not None:
             rule = (
-                "cannot be set with dataset.batched=true: the loader has to do it, "
-                "with a weight of 0 for padding"
+                "cannot be set with dataset.batched=true: the loader has to do this "
+                "itself, and give padding a weight of 0"
             )
             raise ConfigError(f"dataset.{key}", rule, OmegaConf.to_container(node[key]))
     for name, split in data.splits.items():

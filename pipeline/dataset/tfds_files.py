@@ -43,7 +43,9 @@ def read(
             does not exist, or there is no training split.
     """
     if splits[0] is None:
-        rule = f"must be a split of {builder.name}, because a run needs one"
+        rule = (
+            f"must be a split of {builder.name}, because a run needs a training split"
+        )
         raise ConfigError("dataset.train_split", rule, None)
     prepare(builder, download)
     names = {}

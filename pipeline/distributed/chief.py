@@ -188,7 +188,7 @@ class Chief(AbstractContextManager["Chief"]):
             if lost is None:
                 raise
             if lost.rejected is not None:
-                rule = f"refuses: {lost.rejected.rstrip('.')}"
+                rule = f"refuses to train: {lost.rejected.rstrip('.')}"
                 raise ConfigError(f"worker {lost.index}", rule) from error
             reason = lost.failed or "it was killed, hangs, or is cut off"
             raise WorkerError(
@@ -202,7 +202,7 @@ class Chief(AbstractContextManager["Chief"]):
                 last_line = _last_line(self._logs / f"{index}.log")
                 raise WorkerError(
                     f"worker {index} ended with status {process.returncode} before it "
-                    f"began: {last_line or 'it printed nothing'}"
+                    f"joined the run: {last_line or 'it printed nothing'}"
                 )
 
     def _count_reductions(self) -> Any:

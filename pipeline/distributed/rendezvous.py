@@ -414,7 +414,7 @@ def _check_statement(
     index = greeting["index"]
     if "refused" in greeting:
         reason = greeting["refused"][:LONGEST].rstrip(".")
-        raise ConfigError(f"worker {index}", f"refuses: {reason}")
+        raise ConfigError(f"worker {index}", f"refuses to train: {reason}")
     for part in ("versions", "config"):
         chief_values = chief_statement[part]
         worker_values = greeting[part]
@@ -424,7 +424,7 @@ def _check_statement(
             worker_text = repr(worker_values.get(key))
             if chief_text != worker_text:
                 rule = (
-                    "must be the same for all workers, and is "
+                    "must be the same for all workers, but is "
                     f"{worker_text[:LONGEST]} on worker {index}"
                 )
                 raise ConfigError(key[:LONGEST], rule, chief_values.get(key))

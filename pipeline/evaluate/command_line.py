@@ -109,7 +109,7 @@ def split_key(parts: "Parts", name: str) -> str:
 def _check_keys(overrides: list[str]) -> None:
     for key in sorted(keys_set(overrides)):
         if key in _ONE_REPLICA:
-            rule = "must be left out: one replica evaluates"
+            rule = "must be left out: an evaluation uses one replica"
             raise ConfigError(key, rule)
         names = [f"{name}." for name in _ALLOWED]
         if not f"{key}.".startswith(tuple(names)):

@@ -97,7 +97,7 @@ def _check_ended(run: Subject) -> None:
     try:
         Past.read(run.run_dir)
     except ConfigError as error:
-        rule = f"{error.rule}: with --no-log, its results are printed"
+        rule = f"{error.rule}: with --no-log, the results are only printed"
         raise ConfigError("RUN", rule, str(run.run_dir)) from error
 
 
@@ -169,7 +169,9 @@ def _log(
         status = sync_run(str(run.run_dir), OwnStore(uri), patience, named=True)
     if status == 0:
         for evaluation in new:
-            say(f"run {run.name} has eval/{evaluation.name}/… after {run.update}")
+            say(
+                f"run {run.name} has eval/{evaluation.name}/… after update {run.update}"
+            )
     return status
 
 

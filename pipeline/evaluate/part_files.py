@@ -122,7 +122,7 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout as error:
-        rule = "must be a file that no other process writes"
+        rule = "must be a file that no other process is writing"
         raise ConfigError(KEY, rule, str(out)) from error
     try:
         file = folder / "identity.json"

@@ -112,7 +112,7 @@ def _write(parts: "Parts", split: str, files: PartFiles) -> None:
     predict_batch = tf.function(
         lambda batch: prediction(batch), [batches.element_spec[1]], autograph=False
     )
-    with as_config_error("model", "must predict", parts.model.name):
+    with as_config_error("model", "must be able to predict", parts.model.name):
         traced = predict_batch.get_concrete_function().structured_outputs
     sequences = predicted_rows.sequences_among(traced.outputs)
     first = files.rows_done

@@ -202,7 +202,7 @@ def _secret_text(override: Override) -> str:
     """
     value = override.value()
     rule = (
-        "must reach a sweep as a whole from the environment, as ${oc.env:NAME}, "
+        "must come entirely from the environment in a sweep, as ${oc.env:NAME}, "
         "because it holds a secret"
     )
     if isinstance(value, list | dict):

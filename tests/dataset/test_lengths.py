@@ -167,17 +167,17 @@ def test_a_length_may_be_a_function_and_several_lengths_may_be_known():
         (
             {"hidden": 3},
             "example 2 of the train split, counted from 0: dataset.lengths of x.tokens "
-            "must leave only padding, which is zero, after them. Received: 1",
+            "must leave out only padding, which is zero. Received: 1",
         ),
         (
             {"hidden": 3, "at": "words"},
             "example 2 of the train split, counted from 0: dataset.lengths of x.words "
-            "must leave only padding, which is zero, after them. Received: 1",
+            "must leave out only padding, which is zero. Received: 1",
         ),
         (
             {"hidden": float("nan"), "at": "next"},
             "example 2 of the train split, counted from 0: dataset.lengths of y.next "
-            "must leave only padding, which is zero, after them. Received: 1",
+            "must leave out only padding, which is zero. Received: 1",
         ),
     ],
 )
@@ -291,8 +291,8 @@ def test_labels_are_cut_with_the_weights_of_their_positions(
     with pytest.raises(ConfigError) as error:
         loaded(**node, lengths={"length": "x.length", "parts": parts})
     assert str(error.value) == (
-        f"dataset.lengths.parts must also contain {missing}, which has the positions "
-        f"of {whose}. Received: {parts}."
+        f"dataset.lengths.parts must also contain {missing}, which has as many "
+        f"positions as {whose}. Received: {parts}."
     )
 
     lengths = {"length": "x.length", "parts": [*parts, missing]}

@@ -197,7 +197,7 @@ def test_what_a_worker_says_is_cut():
         joining = pool.submit(client(server).join, {"refused": "no " * 1000}, 5)
         with pytest.raises(ConfigError) as refused:
             gathered.result(60)
-        assert str(refused.value).startswith("worker 1 refuses: no no")
+        assert str(refused.value).startswith("worker 1 refuses to train: no no")
         assert len(str(refused.value)) < 400
         with pytest.raises(ConfigError):
             joining.result(60)

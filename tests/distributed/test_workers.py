@@ -474,19 +474,19 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
         (
             "seed=0",
             "seed=3",
-            "seed must be the same for all workers, and is 3 on worker 1. Received: 0.",
+            "seed must be the same for all workers, but is 3 on worker 1. Received: 0.",
         ),
         (
             "seed=0",
             "seed=-1",
-            "worker 1 refuses: seed must be from 0 to 4294967295. Received: -1.",
+            "worker 1 refuses to train: seed must be from 0 to 4294967295. Received: -1.",
         ),
         ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
         (
             "seed=0",
             "dataset.data_dir=/proc/nothing",
-            "worker 1 refuses: dataset could not be downloaded and prepared in "
-            "/proc/nothing (",
+            "worker 1 refuses to train: dataset could not be downloaded and prepared "
+            "in /proc/nothing (",
         ),
     ],
 )
@@ -517,7 +517,7 @@ def test_workers_of_other_versions_are_refused(tmp_path):
     first, second = ended_tasks(tasks)
     assert [started.returncode for started in tasks] == [2, 2], (first, second)
     line = (
-        "scikit-learn must be the same for all workers, and is '9.9.9' on worker 1. "
+        "scikit-learn must be the same for all workers, but is '9.9.9' on worker 1. "
         "Received: "
     )
     assert last_word(first).startswith(f"pipeline: {line}")

@@ -160,7 +160,7 @@ def test_a_checkpoint_has_the_results_that_the_run_logged(made, answer, update):
         assert evaluated[BEST] != pytest.approx(evaluated[LAST], rel=1e-6)
     assert f"{made.history('val/loss')[update]:.6g}" in made.answers[answer]["out"]
     if answer != "only printed":
-        said = f"run {made.run_id} has eval/validation/… after {update}"
+        said = f"run {made.run_id} has eval/validation/… after update {update}"
         assert said in made.answers[answer]["err"]
 
 
@@ -258,7 +258,8 @@ def test_a_run_that_is_running_is_not_written_to(made, tmp_path):
     assert journal_file.lock(descriptor, journal_file.WRITER)
     result = pipeline("evaluate", "run", cwd=tmp_path, status=2)
     os.close(descriptor)
-    assert "is still running: with --no-log, its results are printed" in result.stderr
+    rule = "is still running: with --no-log, the results are only printed"
+    assert rule in result.stderr
     assert journal.read_bytes() == before
 
 

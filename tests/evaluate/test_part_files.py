@@ -47,7 +47,7 @@ def test_two_commands_do_not_write_one_file(tmp_path):
     out = tmp_path / "out.parquet"
     with (
         part_files.opened(out, {}),
-        pytest.raises(ConfigError, match="no other process writes"),
+        pytest.raises(ConfigError, match="no other process is writing"),
         part_files.opened(out, {}),
     ):
         pass

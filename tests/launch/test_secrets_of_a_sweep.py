@@ -43,7 +43,7 @@ def test_a_secret_reaches_the_jobs_whole(typed):
     ],
 )
 def test_a_secret_that_cannot_be_moved_is_rejected(override):
-    with pytest.raises(ConfigError, match="as a whole from the environment") as error:
+    with pytest.raises(ConfigError, match="entirely from the environment") as error:
         moved(override)
     assert "hunter2" not in str(error.value)
 

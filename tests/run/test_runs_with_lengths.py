@@ -185,6 +185,6 @@ def test_a_text_that_would_lose_a_token_ends_it_before_it_begins(folder):
     done = trained(folder, "lost", *LENGTHS, TOKENS, "+dataset.wrong=1", status=2)
     assert (
         "example 7 of the train split, counted from 0: dataset.lengths of x.tokens "
-        "must leave only padding, which is zero, after them." in done.stderr
+        "must leave out only padding, which is zero." in done.stderr
     )
     assert not (folder / "lost").exists()

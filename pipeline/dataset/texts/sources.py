@@ -113,7 +113,8 @@ class FileTexts:
             if content is None:
                 rule = (
                     f"must name files whose lines are JSON with a text in the field "
-                    f"{self.text_key!r} (dataset.text_key): line {number} is not"
+                    f"{self.text_key!r} (dataset.text_key): line {number} is not such "
+                    "a line"
                 )
                 raise ConfigError(self.key, rule, str(path))
             yield Text(content, "line", number, str(path))

@@ -119,7 +119,7 @@ def _tokenizer(node: Any, vocabulary: int | None) -> Tokenizer:
     if node is not None:
         return named(node, vocabulary)
     if vocabulary is not None:
-        rule = "must be null without a tokenizer: bytes are 256 tokens"
+        rule = "must be null without a tokenizer: the tokens are the 256 byte values"
         raise ConfigError("dataset.vocabulary", rule, vocabulary)
     return by_bytes()
 
