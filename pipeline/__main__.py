@@ -42,7 +42,7 @@ VERBS = {  # name → function in this package, and help text
     "sync": ("cli.sync:sync", "upload to MLflow what a run could not"),
     "rerun": (
         "rerun.command:rerun",
-        "repeat a run from its record in MLflow, then compare the two",
+        "repeat a run from its record in MLflow, then compare the two runs",
     ),
     "verify": (
         "verify.command:verify",

@@ -154,7 +154,7 @@ def _own_methods(model: keras.Model) -> Iterator[tuple[str, str]]:
     for name in _METHODS_OF_FIT:
         if getattr(kind, name) is not getattr(keras.Model, name):
             rule = (
-                f"must not define {name}, which is not called here: use add_loss or a "
+                f"must not define {name}, which is never called: use add_loss or a "
                 "keras.losses.Loss, or your own loop with accumulate_gradients"
             )
             yield rule, kind.__name__

@@ -64,7 +64,7 @@ class Objective:
         check_choice("loss_over", self.loss_over, choices, remark)
         check_choice("added_losses", self.added_losses, ("mean", "sum"))
         if self.over_batch and self.loss is None:
-            rule = "loss_over must be example without a loss"
+            rule = "loss_over must be example if there is no loss"
             reason = "because add_loss is computed per micro-batch"
             raise ValueError(f"{rule}, {reason}. Received: 'effective_batch'")
 

@@ -97,7 +97,7 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     if config.moving_statistics.name == "effective":
         moves = "once per update"
     layers_by_reason = {
-        f"normalized by each micro-batch, moving statistics {moves}": [
+        f"normalized within each micro-batch, moving statistics updated {moves}": [
             layer.name for layer in normalizing if layer.trainable
         ],
         "state that is updated with every micro-batch": moving,

@@ -211,7 +211,7 @@ def _loss(node: DictConfig, key: str) -> keras.losses.Loss:
     if kind.__call__ is not keras.losses.Loss.__call__:
         rule = (
             "must compute one value per example in `call`, because "
-            "its __call__ is not called here"
+            "its __call__ is never called"
         )
         raise ConfigError(f"{key}._target_", rule, kind.__name__)
     return loss

@@ -65,8 +65,8 @@ def _labels_spec(data: Data) -> tf.TensorSpec:
         if None not in (parts[1].shape or ()):
             return parts[1]
     rule = (
-        "needs examples (x, y), with y the labels of one output, all of one length; "
-        "for other examples, use sample weights"
+        "needs examples (x, y), where y has the labels of one output, all of the same "
+        "length; for other examples, use sample weights"
     )
     raise ConfigError(KEY, rule, [type(part).__name__ for part in parts])
 

@@ -273,7 +273,7 @@ class Stream:
             if not window:
                 raise ValueError(
                     f"{TARGET} must yield the training split anew in each epoch. "
-                    f"Received: none in {epoch}"
+                    f"Received: no batch in epoch {epoch}"
                 )
             index = 0
             while window:

@@ -69,7 +69,7 @@ def stateful():
 
 
 INTEGER = "micro_batch_size must be a whole number of at least 1. Received: "
-NOT_CALLED = "which is not called here"
+NOT_CALLED = "which is never called"
 
 
 @pytest.mark.parametrize(

@@ -225,11 +225,11 @@ def synchronized() -> keras.Model:
         ),
         (
             {"_target_": f"{__name__}.OwnStep"},
-            "model must not define train_step, which is not called here: use add_loss",
+            "model must not define train_step, which is never called: use add_loss",
         ),
         (
             {"_target_": f"{__name__}.OwnMetrics"},
-            "model must not define compute_metrics, which is not called here",
+            "model must not define compute_metrics, which is never called",
         ),
         ({"_target_": f"{__name__}.OwnLoss"}, "model must not define compute_loss"),
         (

@@ -155,8 +155,9 @@ PREPARED = {
         "output, one of a, b. Received: c). Received: …"
     ),
     f"train {TWO} 'training.class_weight={{0: 1}}'": (
-        "training.class_weight needs examples (x, y), with y the labels of one output, "
-        "all of one length; for other examples, use sample weights. Received: …"
+        "training.class_weight needs examples (x, y), where y has the labels of one "
+        "output, all of the same length; for other examples, use sample weights. "
+        "Received: …"
     ),
     f"train {MLP} dataset._target_=mine.batched +model.classes=3": (
         "dataset._target_ must yield single examples in its train split, not batches: "
