@@ -178,7 +178,8 @@ def test_what_is_refused(workers, environment, line):
         ),
         (
             {"SLURM_JOB_ID": None},
-            "SLURM_JOB_ID must be set in a task of a Slurm step: start the run with srun.",
+            "SLURM_JOB_ID must be set in a task of a Slurm step: start the run with "
+            "srun.",
         ),
         (
             {"SLURM_STEP_ID": "batch"},

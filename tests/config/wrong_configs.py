@@ -263,8 +263,8 @@ CONFIG = {
     ),
     "train accumulation.micro_batch_tokens=512 accumulation.micro_batch_size=auto": (
         "accumulation.micro_batch_size cannot be searched for with "
-        "accumulation.micro_batch_tokens: set it to a number of examples or to null, or "
-        "set accumulation.micro_batch_tokens to null. Received: 'auto'."
+        "accumulation.micro_batch_tokens: set it to a number of examples or to null, "
+        "or set accumulation.micro_batch_tokens to null. Received: 'auto'."
     ),
     (
         "train accumulation.micro_batch_tokens=512 "

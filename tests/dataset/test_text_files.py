@@ -399,7 +399,7 @@ WRONG = [
     ),
     (
         {"files": "wrong.jsonl"},
-        r"files must name files whose lines are JSON with .* 'text' .*: line 2 is not such",
+        r"files must name files whose lines are JSON with .* 'text' .*: line 2 is not",
     ),
     (
         {"files": "texts", "validation_split": "texts"},

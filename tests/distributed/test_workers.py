@@ -479,7 +479,8 @@ def test_workers_end_with_a_chief_that_is_killed(tmp_path):
         (
             "seed=0",
             "seed=-1",
-            "worker 1 refuses to train: seed must be from 0 to 4294967295. Received: -1.",
+            "worker 1 refuses to train: seed must be from 0 to 4294967295. "
+            "Received: -1.",
         ),
         ("seed=-1", "seed=0", "seed must be from 0 to 4294967295. Received: -1."),
         (

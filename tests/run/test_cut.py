@@ -84,8 +84,8 @@ def test_layers_that_an_update_is_not_exact_for_are_named(tmp_path):
     ).stderr
     assert "noise of each micro-batch, not of the effective batch: lstm" in printed
     normalised = (
-        "normalized within each micro-batch, moving statistics updated once per update: "
-        "batch_normalization"
+        "normalized within each micro-batch, moving statistics updated once per "
+        "update: batch_normalization"
     )
     assert normalised in printed
     tags = Store(tmp_path).run().data.tags
