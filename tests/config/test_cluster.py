@@ -155,8 +155,8 @@ def test_what_is_refused(workers, environment, line):
         ),
         (
             {"SLURM_STEP_NODELIST": None},
-            "SLURM_STEP_NODELIST must be set in a task of a Slurm step: start it by "
-            "srun.",
+            "SLURM_STEP_NODELIST must be set in a task of a Slurm step: start the run "
+            "with srun.",
         ),
         (
             {"SLURM_STEP_TASKS_PER_NODE": ""},
