@@ -285,7 +285,8 @@ def test_rows_that_are_of_no_example_are_refused():
     update = Update(model, loss, built(model), 2, same_noise=True)
     step = tf.function(update, autograph=False)
     with pytest.raises(
-        tf.errors.InvalidArgumentError, match="the noise has rows that belong to no examp"
+        tf.errors.InvalidArgumentError,
+        match="the noise has rows that belong to no examp",
     ):
         step((np.ones((4, TIME)), np.ones((4, 1))))
 
