@@ -4,6 +4,7 @@ import linecache
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
@@ -363,8 +364,9 @@ def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
     name = _KINDS.get(get_origin(kind) or kind)
     if name is not None:
         return name + or_null, None
-    if hasattr(kind, "__annotations__"):
-        return "a mapping", None
+    if is_dataclass(kind):
+        names = ", ".join(each.name for each in fields(kind))
+        return f"a mapping with the keys {names}{or_null}", None
     return f"valid ({_cause(error)})", None
 
 

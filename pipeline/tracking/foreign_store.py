@@ -414,4 +414,5 @@ def store_argument(uri: str) -> list[str]:
     is_default = absolute(uri) == absolute(DEFAULT_STORE)
     if is_default and "MLFLOW_TRACKING_URI" not in os.environ:
         return []
-    return [f"tracking.uri={mask(uri)}"]
+    # The command may be run in another folder.
+    return [f"tracking.uri={mask(absolute(uri))}"]
