@@ -193,9 +193,9 @@ class _SetOnce:
 @dataclass
 class ScalingConfig(_SetOnce):
     # how the learning rate and the optimizer's other arguments follow the effective
-    # batch
+    # batch size
     rule: Rule = field(default=Rule.none, metadata=about(Kind.TRAINING, sets_rate=True))
-    # the effective batch size that `optimizer.learning_rate` was chosen for
+    # the effective batch size for which `optimizer.learning_rate` was chosen
     reference_batch_size: int = field(
         default=128, metadata=about(Kind.TRAINING, sets_rate=True)
     )
@@ -232,15 +232,16 @@ class AccumulationConfig(_SetOnce):
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
     # (int | auto | auto_fastest | null) examples per forward and backward pass on one
-    # replica; null: derived from the other two sizes; auto: the largest that fits
+    # replica; null: derived from the two keys above; auto: the largest that fits;
+    # auto_fastest: the fastest that fits
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
-    # tokens per forward and backward pass on one replica, padding included, in place of
-    # a factor; see docs/accumulation.md
+    # tokens per forward and backward pass on one replica, padding included; set instead
+    # of `factor`; see docs/accumulation.md
     micro_batch_tokens: int | None = field(default=None, metadata=about(Kind.CUT))
-    # (true | false | auto) whether noise is the same for every cut; auto: in layers
-    # that support it
+    # (true | false | auto) whether dropout and noise stay the same however an update is
+    # cut into micro-batches; auto: in layers that support it
     same_noise: Any = field(default=False, metadata=about(Kind.TRAINING, fixed=False))
-    # (stages | null) other effective batches later in the run; see
+    # (stages | null) other effective batch sizes later in the run; see
     # docs/batch_schedules.md
     batch_schedule: Any = field(default=None, metadata=about(Kind.TRAINING))
     # whether BatchNormalization's statistics move once per update or per micro-batch
@@ -253,10 +254,10 @@ class AccumulationConfig(_SetOnce):
 
 @dataclass
 class KeepBestConfig(_SetOnce):
-    # a metric of the validation split, such as `val/loss`; null keeps no best
-    # checkpoint
+    # the metric that decides which checkpoint is kept as the best, such as `val/loss`;
+    # null: no best checkpoint is kept
     metric: str | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
-    # whether the smallest or the largest value is best
+    # whether the smallest or the largest value of this metric is best
     mode: Mode | None = field(default=None, metadata=about(Kind.TRAINING, fixed=False))
 
 
@@ -276,7 +277,7 @@ class TrainingConfig(_SetOnce):
     evaluate_every: Any = field(
         default="epoch", metadata=about(Kind.TRAINING, fixed=False)
     )
-    # (true | false) also evaluate before the first update, as rows of step 0
+    # (true | false) also evaluate before the first update, and log the results at step 0
     evaluate_at_start: Any = field(
         default=False, metadata=about(Kind.TRAINING, fixed=False)
     )
@@ -311,7 +312,7 @@ class TrainingConfig(_SetOnce):
     shown: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.LOG))
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
-    # (true | false) whether a resumed run may continue with changed code of your own
+    # (true | false) whether a run may be resumed although your own code has changed
     accept_changed_code: Any = field(default=False, metadata=about(Kind.PLACE))
     keep_best: KeepBestConfig | None = field(default_factory=KeepBestConfig)
 
@@ -324,9 +325,9 @@ class StartConfig(_SetOnce):
     another machine.
     """
 
-    # RUN or RUN@UPDATE: start from that checkpoint, where RUN is a run directory or the
-    # start of a run ID. models:/NAME@ALIAS: start from the weights of that registered
-    # model
+    # RUN, a run directory or the start of a run ID: start from its newest checkpoint;
+    # RUN@UPDATE: from the checkpoint after that update; models:/NAME@ALIAS: from the
+    # weights of that registered model
     run: str | None = field(
         default=None, metadata=about(Kind.TRAINING, each_workers_own=True, path=True)
     )
@@ -379,20 +380,20 @@ class HardwareConfig(_SetOnce):
     # (auto | fastest | true | false) compile with XLA; auto: on one GPU, as Keras' `fit`
     # does; fastest: if timed updates are faster with it; the decision is recorded
     xla: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (auto | list | null) the lengths to which micro-batches that XLA compiles are
-    # padded in a cut by tokens; auto: those with the least padding, at most 4 on a GPU
-    # and 16 on a CPU; null: such a cut is not compiled
+    # (auto | list | null) with `micro_batch_tokens`, the lengths to which micro-batches
+    # are padded for XLA; auto: at most 4 lengths on a GPU and 16 on a CPU, chosen for
+    # the least padding; null: XLA does not compile
     xla_lengths: Any = field(default=None, metadata=about(Kind.NUMERICS))
-    # what XLA compiles: `step`, each micro-step alone; `apply`, on one device also the
-    # optimizer's step; `update`, a whole update of a small batch as one program
+    # what XLA compiles; step: each micro-step by itself; apply: on one device, also the
+    # optimizer's step; update: a whole update of a small batch, as one program
     xla_scope: XlaScope = field(default=XlaScope.step, metadata=about(Kind.NUMERICS))
     # (auto | true | false) compute attention with one cuDNN kernel where XLA compiles,
     # on GPUs of NVIDIA's Hopper generation; auto: wherever possible
     fused_attention: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (true | false) whether GPUs since Ampere multiply float32 with 10 bits of
-    # mantissa; see docs/exact.md
+    # (true | false) whether GPUs from Ampere on multiply float32 numbers with 10 bits
+    # of mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
-    # (true | false) whether two runs on the same machine are bit-identical
+    # (true | false) whether two runs of a config on the same machine are bit-identical
     deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
     # (mapping | null) `{start: 10, updates: 5}`: log a trace of 5 updates, from the
     # 10th on
@@ -409,7 +410,7 @@ class ShownTrackingConfig(_SetOnce):
     )
     # name of the MLflow experiment
     experiment: str = field(default=MISSING, metadata=about(Kind.LOG))
-    # name of the run; null: composed of the experiment or the dataset and of the
+    # name of the run; null: composed of the name of the experiment or dataset, and the
     # overrides
     run_name: str | None = field(default=None, metadata=about(Kind.LOG))
     # tags of the run, as name: text; the tags that the program sets outrank them
@@ -426,7 +427,7 @@ class ShownTrackingConfig(_SetOnce):
     # name in MLflow's registry under which the logged model is registered, as a new
     # version; null: none
     register: str | None = field(default=None, metadata=about(Kind.LOG))
-    # paths logged with the model; null: the local modules of the model
+    # paths logged with the model; null: the local modules that the model uses
     code: list[str] | None = field(
         default_factory=list, metadata=about(Kind.LOG, path=True)
     )
@@ -461,7 +462,8 @@ class TrackingConfig(ShownTrackingConfig):
 
 @dataclass
 class TrustConfig(_SetOnce):
-    # dotted names of code, and locations of artifacts, that records may name
+    # what else records in a store may name: prefixes of dotted names, and locations of
+    # artifacts
     allow: list[str] = field(
         default_factory=list, metadata=about(Kind.MACHINE, path=True)
     )
