@@ -159,7 +159,7 @@ def _check_working_folder() -> None:
     """Reject a working directory whose path Hydra would read as an interpolation."""
     folder = os.getcwd()
     if "${" in folder:
-        rule = "must have no ${ in its path: Hydra reads it as a reference to a key"
+        rule = "must have no ${ in its path, which Hydra reads as a reference to a key"
         raise ConfigError("the working folder", rule, folder)
 
 

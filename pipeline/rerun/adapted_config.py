@@ -165,10 +165,7 @@ def _without_writers(config: dict[str, Any], gate: Gate) -> dict[str, Any]:
     """Return the config without callbacks that write files, unless they are allowed."""
     kept, writers = drop_writers(config, gate.allowed)
     for key, target in writers.items():
-        say(
-            f"  left out: {key}, a {target}: "
-            f"it writes files, which --allow {target} allows"
-        )
+        say(f"  left out: {key}: {target} writes files; --allow {target} permits this")
     return kept
 
 
@@ -197,7 +194,7 @@ def _check_rate(recorded: RecordedRun, request: Request) -> None:
     if any(key.startswith("sched") for key in request.values):
         return
     rule = (
-        "must come with an override of the schedule: this record does not say what "
-        "depends on it"
+        "must come with an override of the schedule: this record does not say which "
+        "values depend on the rate"
     )
     raise ConfigError(_RATE, rule, request.values[_RATE])

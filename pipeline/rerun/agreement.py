@@ -305,7 +305,7 @@ def _text_of_difference(
     first = beyond_rounding[0]
     within = ""
     if differing[0].step < first.step:
-        within = f"; within rounding from {differing[0]}"
+        within = f"; the first difference within rounding: {differing[0]}"
     return (
         f"{DIFFERENT} from update {first.step} on: {first}; "
         f"the largest difference: {_largest(beyond_rounding)}{within}; {scope}"

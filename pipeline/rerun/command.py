@@ -84,10 +84,7 @@ class Rerun:
         info = self.recorded.run.info
         say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
         if not self.recorded.is_unchanged():
-            say(
-                "  differs: the record: its config is not the one from which its tag "
-                "config.hash was computed"
-            )
+            say("  differs: the record: its config does not match its tag config.hash")
         for override in self.request.changes:
             say(f"  changed: {override}")
 
@@ -95,8 +92,8 @@ class Rerun:
         data_dir = adapted_config.data_dir(self.recorded, self.gate)
         if recorded_dir is not None and data_dir is None:
             say(
-                f"  differs: dataset.data_dir: {recorded_dir} then, its default now: "
-                "an override dataset.data_dir=… changes it"
+                f"  differs: dataset.data_dir: {recorded_dir} then, the default now; "
+                "to change it, override dataset.data_dir"
             )
 
     def _experiment(self) -> str:
@@ -176,11 +173,11 @@ class Rerun:
             check_config(plain(config), self.gate, imports=False)
         micro_batch_size = config.accumulation.micro_batch_size
         if micro_batch_size in sizes.SEARCHED:
-            rule = "must be a number: a rerun does what the record says"
+            rule = "must be a number, because a rerun does not search for a size"
             raise ConfigError(sizes.MICRO, rule, micro_batch_size)
         xla = config.hardware.xla
         if xla == "fastest":
-            rule = "must be true, false or auto: a rerun does what the record says"
+            rule = "must be true, false or auto, because a rerun does not time anything"
             raise ConfigError(XLA, rule, xla)
 
     def _check_without_running(

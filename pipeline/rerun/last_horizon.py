@@ -61,7 +61,7 @@ def _check_finished_as_planned(recorded: RecordedRun, request: Request) -> None:
     if updates == planned or not updates.isdecimal():
         return
     rule = (
-        "must have a single horizon to be repeated, but it began with one of "
+        "must have a single horizon to be repeated, but began with a horizon of "
         f"{planned} updates, and ended after {updates}; to train with only the last "
         f"one: {_command(recorded, request, f'training.updates={updates}')}"
     )

@@ -124,8 +124,8 @@ class RecordedRun:
         # Before schema 2, only the last validation used the averaged weights.
         if version < 2 and self._group("optimizer").get("use_ema"):
             say(
-                "  differs: val/…: all values are now of the averaged weights; in the "
-                "record only the last one was"
+                "  differs: val/…: all values are now computed with the averaged "
+                "weights; in the record, only the last one was"
             )
 
     def _unknown_schema(self, version: object) -> ConfigError:
@@ -172,8 +172,8 @@ def fetch(store: ForeignStore, start: str) -> RecordedRun:
         raise ConfigError("RUN_ID", rule, run_id) from error
     if "config.yaml" not in contents:
         rule = (
-            "must be a run that recorded its config (config.yaml), as pipeline train "
-            "does: a run that was logged by your own fit has none"
+            "must be a run that recorded its config (config.yaml), as runs of pipeline "
+            "train do: a run that your own fit logged has no config"
         )
         raise ConfigError("RUN_ID", rule, run_id)
     gate.check_size(contents["config.yaml"])

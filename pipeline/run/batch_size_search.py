@@ -328,7 +328,7 @@ def _nothing_fits(spec: RunSpec, smallest: _Attempt) -> ConfigError:
     if memory:
         return ConfigError("hardware.memory", f"must be enough for {example}", memory)
     mode = spec.config.accumulation.micro_batch_size
-    return ConfigError(MICRO, f"must find room for {example}", mode)
+    return ConfigError(MICRO, f"must have memory for {example}", mode)
 
 
 @contextmanager

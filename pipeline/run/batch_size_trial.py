@@ -109,7 +109,7 @@ def _run_fork(
                 memory = _resident_bytes(process.pid) + unused
                 if watches_memory and memory > resident:
                     process.kill()
-                    answer["why"] = "the memory"
+                    answer["why"] = "it needs too much memory"
                 elif stuck.seconds(process.pid) > STUCK_SECONDS:
                     process.kill()
                     answer["why"] = f"it made no progress for {STUCK_SECONDS:.0f} s"
@@ -129,7 +129,7 @@ def _run_fork(
         if address_space is not None and answer["address_space"] > address_space:
             too_large = True
         if too_large:
-            answer["why"] = "the memory"
+            answer["why"] = "it needs too much memory"
     return {**answer, "took": time.monotonic() - began}
 
 
@@ -256,7 +256,7 @@ def _evaluate_splits(parts: Any, effective_batch_size: int) -> None:
 
 
 def _does_not_fit(name: str, size: int) -> None:
-    raise MemoryError(f"the {name} split")
+    raise MemoryError(f"the evaluation of the {name} split")
 
 
 def _update_with_margin_allocated(step: Any, batch: Any, peak: int) -> None:

@@ -259,8 +259,8 @@ def _finished(before: Continuation, workers: Chief) -> float:
     """
     before.past.close()
     say(
-        f"run {before.run_id} has finished in {before.run_dir}: "
-        "there is nothing to train"
+        f"run {before.run_id} in {before.run_dir} has finished: "
+        "there is nothing left to train"
     )
     workers.dismiss()
     last = before.past.last

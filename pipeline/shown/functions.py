@@ -88,8 +88,8 @@ class Functions:
                 picture = encoding.picture_of(result)
                 if picture is None:
                     rule = (
-                        "it must return an array, a picture of Pillow, a figure of "
-                        "Matplotlib or a mapping of columns"
+                        "the function must return an array, a Pillow image, a "
+                        "Matplotlib figure or a mapping of columns"
                     )
                     raise TypeError(f"{rule}. Received: {type(result).__name__}")
                 pictures[name] = encoding.encoded(picture)

@@ -187,7 +187,7 @@ def _why_no_matrix(form: ClassForm | None, terms: int) -> str:
 def _why_no_curve(form: ClassForm | None, terms: int) -> str:
     if form is None:
         return _why_no_classes(terms)
-    return "the loss does not say by from_logits whether outputs are probabilities"
+    return "the loss has no from_logits to say whether outputs are probabilities"
 
 
 def _why_no_classes(terms: int) -> str:

@@ -354,10 +354,10 @@ def _check_folder(config: DictConfig) -> None:
     folder = Path(config.hydra.sweep.dir, subdir).absolute()
     limit = ""
     if len(os.fsencode(folder)) > LONGEST_PATH:
-        limit = f"its path has at most {LONGEST_PATH} bytes"
+        limit = f"its path may have at most {LONGEST_PATH} bytes"
     for name in folder.parts:
         if len(os.fsencode(name)) > LONGEST_NAME:
-            limit = f"a name has at most {LONGEST_NAME} bytes"
+            limit = f"a name may have at most {LONGEST_NAME} bytes"
     if limit:
         rule = f"must be a folder that can be created ({limit})"
         raise ConfigError("hydra.sweep.subdir", rule, subdir)
@@ -369,7 +369,7 @@ def _check_for_secrets(config: DictConfig) -> None:
     for key, value in leaves(values).items():
         if isinstance(value, str) and mask(value) != value:
             rule = (
-                "must reach a sweep as an override, or from the environment as "
+                "must reach a sweep as an override, or through the environment as "
                 "${oc.env:NAME}, because it holds a secret"
             )
             raise ConfigError(key, rule, value)

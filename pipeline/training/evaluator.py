@@ -275,7 +275,8 @@ class SplitEvaluator:
             except tf.errors.ResourceExhaustedError as error:
                 if not self.retry:
                     raise
-                size = halve(self.evaluation, f"the {self.name} split", error)
+                name = f"the evaluation of the {self.name} split"
+                size = halve(self.evaluation, name, error)
                 self.on_halved(self.name, size)
                 del self._evaluate_batch
                 return None

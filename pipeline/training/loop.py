@@ -173,7 +173,7 @@ class Trainer:
                 csv_rows.keep_rows(self.callbacks.values())
             self._hooks.on_train_begin()
             if self.stopped_by is not None:
-                say(f"the callback {self.stopped_by} has ended training as it began")
+                say(f"the callback {self.stopped_by} ended training in on_train_begin")
             iterator = iter(self.batches)
             self.recorder.start_clock()
             if start is not None:

@@ -53,12 +53,12 @@ class MonitoredMetrics:
             prefix = self._evaluations.log_name(f"{name}/")
             if monitor.startswith(prefix) and not _any_with(prefix, logs):
                 return (
-                    f"`every: epoch` in dataset.validations.{name} evaluates at the end "
-                    "of each epoch"
+                    f"set `every: epoch` in dataset.validations.{name} to evaluate at "
+                    "the end of each epoch"
                 )
         evaluated = self._evaluations.validation is not None
         if evaluated and monitor.startswith("val_") and not _any_with("val_", logs):
-            return "training.evaluate_every=epoch evaluates at the end of each epoch"
+            return "set training.evaluate_every=epoch to evaluate at each epoch's end"
         return f"the logs have {', '.join(sorted(logs))}"
 
 

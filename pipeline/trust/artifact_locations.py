@@ -128,8 +128,9 @@ def check(uri: str, tracking_uri: str, places: Sequence[str] = ()) -> None:
     )
     if not lies_there or not uri.isprintable() or "\\" in uri:
         rule = (
-            "must be a store that keeps artifacts with itself or in a bucket; "
-            f"these artifacts lie in {uri}: trust.allow or --allow may name that place"
+            "must be a store that keeps artifacts in its own folders or server, or in "
+            f"a bucket; these artifacts lie in {uri}, which you can allow by naming "
+            "it in trust.allow or --allow"
         )
         raise ConfigError("tracking.uri", rule, tracking_uri)
 

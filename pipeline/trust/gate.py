@@ -333,7 +333,7 @@ def _check_scalar(value: Any, key: str, gate: Gate) -> None:
 def _check_text(text: str, key: str, gate: Gate) -> None:
     """Reject interpolations, invisible characters, and paths that are not allowed."""
     if "${" in text:
-        rule = "must be resolved: a record holds no interpolation"
+        rule = "must have no interpolation: the values in a record are resolved"
         raise ConfigError(key, rule, text)
     # Code that reads paths or addresses may skip invisible characters.
     for character in text:

@@ -135,7 +135,7 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _check(spec: RunSpec) -> None:
     if spec.searches:
-        rule = "must be a number, because verify checks a given cut, in float64"
+        rule = "must be a number, because verify does not search for a size"
         size = spec.config.accumulation.micro_batch_size
         raise ConfigError(sizes.MICRO, rule, size)
     if spec.times_xla:
@@ -175,7 +175,7 @@ def _certify(spec: RunSpec, overrides: Sequence[str]) -> Certificate:
         in_float32 = _compare_in_float32(overrides)
         comparisons = comparisons + in_float32
         if _differing(in_float32):
-            fault = "the update in float32 alone"
+            fault = "the computation in float32, as the updates in float64 are equal"
     return Certificate(parts, comparisons, fault, quiet, left_out)
 
 
@@ -463,8 +463,8 @@ def _remarks(comparisons: Sequence[Comparison]) -> Iterator[str]:
     in_float32 = any(comparison.precision == "float32" for comparison in comparisons)
     if in_float32 and nvidia.computes_in_tf32():
         yield (
-            "products of float32 use TF32 here, which determines the rounding; "
-            "hardware.tf32=false turns it off"
+            "float32 products are computed in TF32 here, so its rounding sets the "
+            "bounds; hardware.tf32=false turns TF32 off"
         )
 
 

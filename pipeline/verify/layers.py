@@ -199,8 +199,8 @@ class _Observer:
         amounts_by_path = added_losses.amounts(self._model, count)
         for path, (of_scalars, of_examples) in amounts_by_path.items():
             fault = (
-                f"{path}: what it adds to the loss is not the {rule} "
-                "of what its examples add"
+                f"{path}: what it adds to the loss for a batch is not the {rule} "
+                "of what it adds for each example"
             )
             value = tf.constant(of_scalars * share + of_examples)
             observations.append(_Observation(fault, value, has_rows=False))

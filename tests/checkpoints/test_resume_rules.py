@@ -220,7 +220,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
 def test_a_longer_horizon(tmp_path):
     folder = folder_of(tmp_path)
     pipeline("train", *AUTO, cwd=folder)
-    assert "has finished in" in pipeline("train", *AUTO, cwd=folder).stderr
+    assert "has finished: there" in pipeline("train", *AUTO, cwd=folder).stderr
     pipeline("resume", "run", "training.updates=50", cwd=folder)
     assert list(histories(folder)["train/loss"]) == list(range(1, 51))
     assert Store(folder).run().info.status == "FINISHED"

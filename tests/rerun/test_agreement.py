@@ -93,8 +93,8 @@ def test_the_first_difference_is_of_the_earliest_update_and_there_the_training_l
         "train/loss at update 2: 1.0 then, 1.5 now, 0.33 relative; "
         "the largest difference: train/loss at update 3: 1.0 then, 9.0 now, "
         "0.89 relative; "
-        "within rounding from val/loss at update 1: 1.0 then, 1.000000001 now, "
-        "1e-09 relative; 5 points of 3 metrics"
+        "the first difference within rounding: val/loss at update 1: 1.0 then, "
+        "1.000000001 now, 1e-09 relative; 5 points of 3 metrics"
     )
 
 

@@ -404,8 +404,8 @@ def test_dry_shows_the_plan_and_the_differences_and_makes_nothing(
 @pytest.mark.slow
 def test_a_callback_that_writes_is_left_out_unless_it_is_allowed(again_wider):
     line = (
-        "  left out: training.callbacks.rows, a keras.callbacks.CSVLogger: "
-        "it writes files, which --allow keras.callbacks.CSVLogger allows"
+        "  left out: training.callbacks.rows: keras.callbacks.CSVLogger writes files; "
+        "--allow keras.callbacks.CSVLogger permits this"
     )
     assert line in again_wider.answers["other place"]["err"].splitlines()
     assert "left out" not in again_wider.answers["shifted"]["err"]

@@ -292,7 +292,7 @@ def test_a_run_records_its_answer_which_a_rerun_and_a_resumed_run_take(tmp_path,
     rerun = pipeline("rerun", run.info.run_id, cwd=tmp_path, **other_cache)
     assert "bit-equal" in rerun.stderr
     wrong = pipeline("rerun", run.info.run_id, FASTEST, cwd=tmp_path, status=2)
-    rule = "hardware.xla must be true, false or auto: a rerun does what the record says"
+    rule = "hardware.xla must be true, false or auto, because a rerun does not time"
     assert rule in wrong.stderr
     longer = "training.updates=6"
     resumed = pipeline(*line, longer, cwd=tmp_path, **other_cache)

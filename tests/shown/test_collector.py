@@ -292,8 +292,8 @@ def test_a_loss_of_a_user_has_no_reliability_curve():
     plan = plan_of(Own(), CLASS_LABELS, CLASS_OUTPUTS)
     assert plan.settings.confusion
     assert plan.notes == [
-        "tracking.show leaves out the reliability curve: the loss does not say by "
-        "from_logits whether outputs are probabilities"
+        "tracking.show leaves out the reliability curve: the loss has no from_logits "
+        "to say whether outputs are probabilities"
     ]
 
 

@@ -119,7 +119,7 @@ def black(x, y, outputs):
     ("function", "line"),
     [
         (fails, "RuntimeError: on purpose"),
-        (lambda x, y, outputs: 3, "TypeError: it must return an array"),
+        (lambda x, y, outputs: 3, "TypeError: the function must return an array"),
         slow(
             lambda x, y, outputs: np.zeros((2, 2, 7)),
             "ValueError: a picture must have the shape",

@@ -896,8 +896,8 @@ def test_nothing_was_created_for_what_was_refused(refused):
         ),
         (
             "no record",
-            "RUN_ID must be a run that recorded its config (config.yaml), as pipeline "
-            "train does: a run that was logged by your own fit has none",
+            "RUN_ID must be a run that recorded its config (config.yaml), as runs of "
+            "pipeline train do: a run that your own fit logged has no config",
         ),
         ("no store", "tracking.uri must be a store that exists"),
         (
@@ -984,10 +984,7 @@ def test_no_error_speaks_to_the_terminal():
 
 @pytest.mark.slow
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):
-    said = (
-        "  differs: the record: its config is not the one from which its tag "
-        "config.hash was computed"
-    )
+    said = "  differs: the record: its config does not match its tag config.hash"
     _, answers, _, _ = refused
     assert said in answers["changed since"]["err"].splitlines()
     assert said not in answers["terminal"]["err"].splitlines()

@@ -181,7 +181,7 @@ def test_a_callback_that_stops_as_training_begins_leaves_a_run_of_no_updates(
     else:
         assert run.rows.validations == []
         assert loss == math.inf
-    assert "the callback 0 has ended training as it began" in capsys.readouterr().err
+    assert "the callback 0 ended training in on_train_begin" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def stops(monitor):
             "val_loss",
             {"evaluate_every": 7},
             "training.callbacks.1 monitors val_loss, which is missing at the end of "
-            "epoch 1: training.evaluate_every=epoch evaluates at the end of each epoch",
+            "epoch 1: set training.evaluate_every=epoch to evaluate at each epoch's end",
         ),
         (
             "val_los",

@@ -128,8 +128,8 @@ def test_a_callback_that_monitors_a_set_which_an_epoch_does_not_have_is_named(ca
     warnings = [line for line in output.splitlines() if "monitors" in line]
     assert warnings == [
         "training.callbacks.0 monitors val_late_loss, which is missing at the end of "
-        "epoch 1: `every: epoch` in dataset.validations.late evaluates at the end of "
-        "each epoch"
+        "epoch 1: set `every: epoch` in dataset.validations.late to evaluate at the "
+        "end of each epoch"
     ]
 
 

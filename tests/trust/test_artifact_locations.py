@@ -80,7 +80,7 @@ def test_a_store_keeps_its_artifacts_with_itself_or_in_a_bucket(tracking_uri, ur
 def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
     with pytest.raises(
         ConfigError,
-        match=r"tracking\.uri must be a store that keeps artifacts with itself",
+        match=r"tracking\.uri must be a store that keeps artifacts in its own folders",
     ):
         artifact_locations.check(uri, tracking_uri)
 
@@ -106,7 +106,7 @@ def test_what_lies_elsewhere_is_refused(tracking_uri, uri):
 def test_a_place_that_the_user_allows(uri, place, lies):
     outcome = nullcontext()
     if not lies:
-        rule = r"trust\.allow or --allow may name that place"
+        rule = r"naming it in trust\.allow or --allow"
         outcome = pytest.raises(ConfigError, match=rule)
     with outcome:
         artifact_locations.check(uri, SERVER, ["/another", place])
@@ -127,7 +127,7 @@ def test_a_model_may_be_tried_from_a_temporary_folder_of_the_process_alone(tmp_p
             == "a model"
         )
         for other in (tmp_path / "model", Path(before)):
-            with pytest.raises(ConfigError, match="keeps artifacts with itself"):
+            with pytest.raises(ConfigError, match="keeps artifacts in its own folders"):
                 download_artifacts(artifact_uri=str(other))
     assert tempfile.gettempdir() == before
     assert not own.exists()
@@ -189,7 +189,7 @@ def test_a_link_in_the_artifacts_leads_nowhere_else(tmp_path, link):
         ):
             with pytest.raises(
                 ConfigError,
-                match=r"a link that leads elsewhere|keeps artifacts with itself",
+                match=r"a link that leads elsewhere|keeps artifacts in its own folders",
             ):
                 way()
     assert (victim / "report.html").read_text() == "precious"

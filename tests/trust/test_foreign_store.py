@@ -22,7 +22,7 @@ from tests.synthetic import PlantedSweep
 from tests.tracking.test_provenance import base
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m"
-ELSEWHERE = "tracking.uri must be a store that keeps artifacts with itself"
+ELSEWHERE = "tracking.uri must be a store that keeps artifacts in its own folders"
 QUIET = "tracking.system_metrics=false"
 CSV = (
     "+training.callbacks.rows={_target_: keras.callbacks.CSVLogger, filename: rows.csv}"

@@ -163,7 +163,10 @@ GRADIENT = (
     "its gradient for an example depends on the other examples of the micro-batch"
 )
 NOISE = "it draws its own noise for every micro-batch"
-MEAN = "what it adds to the loss is not the mean of what its examples add"
+MEAN = (
+    "what it adds to the loss for a batch is not the mean of what it adds for each "
+    "example"
+)
 LOSS = "its loss for an example depends on the other examples"
 
 

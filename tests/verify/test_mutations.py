@@ -99,7 +99,7 @@ class Shared(keras.losses.Loss):
         (
             lambda: Powered(name="powered"),
             None,
-            "verified/powered: what it adds to the loss is not the mean of what",
+            "verified/powered: what it adds to the loss for a batch is not the mean",
         ),
         (
             lambda: layers.Identity(),
