@@ -231,7 +231,7 @@ def _claim(client: Any, run_id: str) -> None:
     Raises:
         ConfigError: another process has just reopened the sweep, or is reopening it.
     """
-    rule = "must be run by one command at a time: another one has just begun"
+    rule = "must be run by one command at a time: another command has just begun it"
     stored_parent = client.get_run(run_id)
     earlier = stored_parent.data.tags.get(_CLAIM, "")
     if re.fullmatch("[0-9]{1,15} [0-9a-f]{32}", earlier):

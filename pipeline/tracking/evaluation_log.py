@@ -51,8 +51,8 @@ class Evaluation:
         checksum = tags.get(self.tag)
         if checksum not in (None, self.checksum):
             rule = (
-                "must be another name: under this one, the run has an evaluation of "
-                "other data after the same update"
+                "must be a new name: under this name, the run already has an "
+                "evaluation of other data after the same update"
             )
             raise ConfigError("--name", rule, self.name)
         return checksum is not None

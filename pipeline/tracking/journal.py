@@ -414,7 +414,7 @@ class Journal:
         command = foreign_store.sync_command(run_dir, self.uri)
         return RuntimeError(
             f"the store did not accept the run ({failure.error}); to upload the "
-            f"contents of its directory: {command}"
+            f"contents of the run directory: {command}"
         )
 
     def _replace_shipper(self) -> None:

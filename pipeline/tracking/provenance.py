@@ -186,10 +186,10 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         now: the environment of this process; see `environment`.
     """
     lines = _different_values(recorded, now)
-    trees = {"then": recorded.get("git") or {}, "now": now["git"]}
-    for when, tree in trees.items():
+    trees = {"was not clean then": recorded.get("git") or {}, "is not clean": now["git"]}
+    for state, tree in trees.items():
         if tree.get("clean") is False:
-            lines.append(f"code: the tree was not clean {when}")
+            lines.append(f"code: the working tree {state}")
 
     for file, digest in (recorded.get("code") or {}).items():
         current = _current_hash(str(file))
@@ -205,8 +205,8 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         version_now = now["package"]["version"]
         versions = f"version {version} then, {version_now} now"
         if version == version_now:
-            versions = "of the same version"
-        lines.append(f"code: other files of the package, {versions}")
+            versions = f"although its version is {version} as before"
+        lines.append(f"code: the files of the package differ, {versions}")
     return lines
 
 

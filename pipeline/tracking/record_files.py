@@ -55,11 +55,11 @@ def download(
                 continue
             if (artifact.file_size or 0) > LARGEST:
                 size = artifact.file_size
-                raise ValueError(f"{artifact.path} has {size} bytes")
+                raise ValueError(f"{artifact.path} is too large: {size} bytes")
             file = Path(client.download_artifacts(run_id, artifact.path, folder))
             contents[artifact.path] = recorded.read(file, _FORMS[artifact.path])
 
     examples = contents.get("dataset.json", {}).get("examples", {})
     if any(abs(count) >= 2**63 for count in examples.values()):
-        raise ValueError("the examples in dataset.json are not numbers")
+        raise ValueError("the numbers of examples in dataset.json are too large")
     return contents

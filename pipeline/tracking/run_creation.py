@@ -72,7 +72,8 @@ def _find(store: Store, journal: str, run_dir: Path, run_id: str = "") -> Any:
     run = store.find_run(journal, run_id)
     if run is not None and run.info.lifecycle_stage != "active":
         command = f"mlflow runs restore --run-id {run.info.run_id}"
-        raise RunDirError(f"must have a run that is not deleted: {command}", run_dir)
+        rule = f"must have a run that is not deleted; to restore it: {command}"
+        raise RunDirError(rule, run_dir)
     return run
 
 

@@ -362,7 +362,7 @@ def _check_server(uri: str, port: int) -> None:
         port = parts.port or port
     except ValueError:
         raise ValueError(
-            "it is unclear where its host starts: percent-encode its password"
+            "it is unclear where the host in the URI starts: percent-encode the password"
         ) from None
     if parts.hostname is None and not parts.scheme.startswith("http"):
         return  # a database behind a Unix socket has no host to connect to

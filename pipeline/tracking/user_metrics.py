@@ -123,8 +123,8 @@ class UserMetrics:
         if callback:
             who = f"training.callbacks.{callback} logs"
         self._report_once(
-            f"{who} to another MLflow run ({run_id}): pipeline.log(name, value) logs "
-            "to this one",
+            f"{who} to another MLflow run ({run_id}): to log to the run that trains, "
+            "call pipeline.log(name, value)",
             key="another run",
         )
 
@@ -174,8 +174,8 @@ def checked_value(name: str, value: Any) -> float:
 def _name_error(name: object) -> str:
     ours = ", ".join(sorted(UPDATE_METRICS))
     return (
-        f"a metric must have a name that MLflow accepts ({NAME_RULE}) other than "
-        f"{ours} and those of other metrics. Received: {name!r}"
+        f"a metric must have a name that MLflow accepts ({NAME_RULE}), other than "
+        f"{ours} and the names of other metrics. Received: {name!r}"
     )
 
 

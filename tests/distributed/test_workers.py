@@ -323,7 +323,7 @@ def test_two_tasks_of_a_cluster_are_one_run(tmp_path, alone):
     tasks = [task(cluster, index, resumed, tmp_path) for index in (0, 1)]
     stderrs = ended_tasks(tasks)
     assert [started.returncode for started in tasks] == [0, 0], stderrs
-    assert "there is nothing to train" in stderrs[0]
+    assert "there is nothing left to train" in stderrs[0]
     assert left_in(tmp_path)["train/loss"] == losses
 
 

@@ -516,7 +516,7 @@ def test_the_recorded_value_counts_although_a_default_has_changed_since(made, tm
     new = reruns(made.store, made.adamw)[-1]
     assert f"rerun {new.info.run_id} of " in done.stderr
     assert ": bit-equal: " in done.stderr
-    assert "differs: code: other files of the package" in done.stderr
+    assert "differs: code: the files of the package differ" in done.stderr
 
 
 @pytest.mark.parametrize("count", mostly_slow([2, len(OPTIMIZERS)], [], [2]))

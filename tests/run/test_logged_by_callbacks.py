@@ -84,4 +84,4 @@ def test_mlflow_s_own_functions_are_named_with_what_to_use(tmp_path):
     words = ("train", *TINY, "+training.callbacks.mine._target_=mine.Fluent")
     (answer,) = one_process({"train": " ".join(words)}, tmp_path).values()
     assert answer["status"] == 0, answer["err"]
-    assert "pipeline.log(name, value) logs to this one" in answer["err"]
+    assert "to the run that trains, call pipeline.log(" in answer["err"]

@@ -453,8 +453,8 @@ def test_a_search_finds_the_better_rate_and_goes_on_after_an_interruption(tmp_pa
     assert best["loss"] == min(losses.values())
     (rate,) = (override.split("=")[1] for override in best["overrides"])
     assert min(losses, key=losses.__getitem__).startswith(f"rate={rate}")
-    assert "best of 2: loss" in first.stderr
-    assert "best of 3: loss" in more.stderr
+    assert "best of 2 trials: loss" in first.stderr
+    assert "best of 3 trials: loss" in more.stderr
 
 
 # Rejections

@@ -1073,12 +1073,13 @@ def test_the_surroundings_are_recorded_and_what_differs_is_named(tmp_path):
         f"commit: {'e' * 40} then, {'f' * 40} now",
         f"keras: {then['packages']['keras']} then, 0.1 now",
         "nvidia-cublas-cu12: absent then, 1 now",  # tqdm changes no number
-        "code: the tree was not clean now",
-        f"code: other files of the package, version {then['package']['version']} then, 9 now",
+        "code: the working tree is not clean",
+        f"code: the files of the package differ, version {then['package']['version']} then, 9 now",
     ]
     now = then | {"package": then["package"] | {"sha256": "x"}}
     assert provenance.differences(then, now) == [
-        "code: other files of the package, of the same version"
+        "code: the files of the package differ, although its version is "
+        f"{then['package']['version']} as before"
     ]
 
 

@@ -200,7 +200,7 @@ def test_mlflow_s_own_functions_to_another_run_are_reported_once(monkeypatch, ca
     logged_by(Adds(first=1), Fluent())
     assert printed(capsys) == [
         "training.callbacks.1 logs to another MLflow run (stray): "
-        "pipeline.log(name, value) logs to this one"
+        "to log to the run that trains, call pipeline.log(name, value)"
     ]
 
     # To this run, by its ID.
