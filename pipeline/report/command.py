@@ -107,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="*",
         help=(
             "a sweep: its run ID, the start of this ID, the name of its run, or the "
-            "NAME of `pipeline sweep NAME`, which selects its newest sweep. Two "
-            "sweeps: the page shows what changed between them. Runs: run directories, "
+            "NAME of `pipeline sweep NAME`, which selects the newest one. Two sweeps: "
+            "the page shows what changed between them. Runs: run directories, "
             "run IDs or the starts of run IDs"
         ),
     )

@@ -337,7 +337,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     schedule = _schedule(sweep, result.critical)
     if schedule is not None:
         if result.critical > min(result.losses):
-            text = f"To paste: {schedule}"
+            text = f"Overrides to paste: {schedule}"
             yield SweepFinding("schedule", text, Schedule(schedule))
         else:
             text = "None: at this checkpoint no larger batch pays yet."
@@ -359,7 +359,8 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     text = (
         f"The critical batch is {result.critical} (95% interval: {low} to {high}): up "
         f"to it, no batch ends with a loss more than {TOLERANCE:g} above that of a "
-        f"smaller batch, at √k times the rate. Losses: {', '.join(losses)}."
+        "smaller batch, if k times the batch trains at √k times the rate. Losses: "
+        f"{', '.join(losses)}."
     )
     if result.critical == max(result.losses):
         if result.diverged:

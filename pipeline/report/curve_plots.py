@@ -31,7 +31,9 @@ FALLS = 20.0
 
 # The axes of `AXES` against which a metric is plotted, with the captions of the plots.
 CAPTIONS = {
-    "updates": "Equal effective batches lie on one line where accumulation is exact.",
+    "updates": (
+        "Jobs with equal effective batches lie on one line where accumulation is exact."
+    ),
     "examples": (
         "The cost in data: a line further left learns more from each example."
     ),
@@ -72,8 +74,8 @@ def rate_plot(sweep: SweepResult) -> Plot:
 def noise_plot(sweep: SweepResult) -> Plot:
     """Plot the gradient noise scale against examples."""
     caption = (
-        "In examples, smoothed by the run. It grows while the loss falls: later in "
-        "training, larger batches are useful."
+        "In examples, smoothed by the run. The scale grows while the loss falls: later "
+        "in training, larger batches are useful."
     )
     return _curve_plot(sweep, NOISE, "examples", "Noise scale", caption)
 
@@ -92,7 +94,7 @@ def _curve_plot(
 
     if any("hoverinfo" in drawn for drawn in traces):
         state = comparable_state(sweep.groups.values())
-        caption += f" Thin lines are seeds, the thick one is the mean of those {state}."
+        caption += f" Thin lines are seeds; the thick one is the mean of those {state}."
     if _longest_curve(sweep.jobs, metric) > 2 * BINS:
         caption += f" {REDUCED}"
 
@@ -249,9 +251,9 @@ def difference_plot(sweep: SweepResult) -> Plot:
 
     caption = (
         "How far apart the training losses of two jobs with equal effective batch, "
-        "seed and config are, relative to their value. Where rounding starts it, "
-        "training amplifies it. Updates without any difference are left out; where "
-        "there is none at all, 1e-17 is drawn."
+        "seed and config are, relative to their value. Training amplifies a difference "
+        "that rounding has caused. Updates without any difference are left out; if no "
+        "update has one, 1e-17 is drawn."
     )
     layout = {
         "xaxis": axis("updates"),

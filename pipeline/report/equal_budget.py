@@ -152,7 +152,7 @@ class WithoutLoss:
         if self.later:
             clauses.append(f"{joined(self.later)} had no {metric} yet")
         if self.never:
-            clauses.append(f"{joined(self.never)} logged none")
+            clauses.append(f"{joined(self.never)} logged no {metric}")
         if self.not_finite:
             clauses.append(f"{joined(self.not_finite)} had no finite {metric}")
         return clauses

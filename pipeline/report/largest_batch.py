@@ -240,10 +240,13 @@ def _sentences(costs: BatchCosts, result: LargestBatch) -> str:
     largest = result.largest
     text = _why_it_pays(costs, largest) + _what_larger_ones_cost(costs, largest)
     if min(cost.count for cost in costs.examples.values()) == 1:
-        text += " With one seed at some batch, this is one observation."
+        text += " Some batch has only one seed, so this is one observation."
     else:
         low, high = result.interval
-        text += f" Allowing for chance between seeds (95%), it is from {low} to {high}."
+        text += (
+            " Allowing for chance between seeds (95%), the largest batch that pays is "
+            f"from {low} to {high}."
+        )
     if result.critical is not None:
         critical = number(result.critical)
         text += f" Fitted to all batches, the critical batch is {critical}"
@@ -362,7 +365,7 @@ def _why_it_pays(costs: BatchCosts, largest: int) -> str:
         f"reached the target with {costs.ratios[largest]:.2f} times the fewest "
         f"examples ({costs.examples[cheapest].text()}, at {cheapest}), where up to "
         f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et "
-        f"al. 2018), and with fewer updates than any smaller batch ({updates}, "
+        f"al. 2018), and with fewer updates than any smaller batch ({updates}, against "
         f"{updates_of_smallest} at {smallest})."
     )
 
@@ -373,11 +376,12 @@ def _what_larger_ones_cost(costs: BatchCosts, largest: int) -> str:
         if batch > largest:
             ratio = costs.ratios[batch]
             clauses.append(
-                f"{batch} took {ratio:.2f} times, in {number(updates)} updates"
+                f"{batch} took {ratio:.2f} times the fewest examples, in "
+                f"{number(updates)} updates"
             )
     for batch in costs.batches:
         if batch > largest and batch not in costs.examples:
-            clauses.append(f"{batch} did not reach it")
+            clauses.append(f"{batch} did not reach the target")
     if not clauses:
         return " It is the largest that was tried, so the limit may be higher."
     return f" {joined(clauses)}."

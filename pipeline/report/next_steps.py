@@ -249,7 +249,7 @@ def _try_larger_batches(earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
         text = f"Try an effective batch of {batch}"
         if result.family:
             text += f" with {result.family}"
-        text += " on more devices: none was too large yet."
+        text += " on more devices: no batch was too large yet."
         yield SweepFinding("next", text, LargerBatch(batch, result.family))
 
 
@@ -259,10 +259,10 @@ def _repeat_with_seeds(sweep: SweepResult) -> Iterable[SweepFinding]:
         most_seeds = max(most_seeds, len(finished_jobs(jobs)))
     if most_seeds != 1 or sweep.search:
         return
-    text = "Repeat with seed=0,1,2: one seed shows no error bars."
+    text = "Repeat with seed=0,1,2: one seed gives no error bars."
     command = command_for_seeds(sweep, FEWEST_SEEDS - 1)
     if command:
-        text = f"Repeat with more seeds, as one shows no error bars: {command}"
+        text = f"Repeat with more seeds, as one seed gives no error bars: {command}"
     yield SweepFinding("next", text, MoreSeeds(1))
 
 

@@ -18,14 +18,14 @@ from pipeline.report.wording import number
 NOISE = "train/gradient_noise_scale"
 UNMEASURED = (
     "It may be far from the critical batch: Merrill et al. 2025 (arXiv:2505.23971) "
-    "measured far larger ones."
+    "measured far larger critical batches."
 )
 
 # Why a run whose batches are cut by tokens has no noise scale, and what to do.
 BY_TOKENS = (
     "micro-batches that are cut by tokens are not random samples. With "
-    "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
-    "measured."
+    "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, the noise "
+    "scale is measured."
 )
 
 
@@ -150,7 +150,7 @@ def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
 def _sentences(result: NoisePrediction) -> str:
     scale = result.scale
     beside_the_fit = ""
-    caveat = f"{UNMEASURED} `pipeline critical` measures it."
+    caveat = f"{UNMEASURED} `pipeline critical` measures the critical batch."
     if result.critical is not None and result.critical_was_tried:
         beside_the_fit = (
             " The critical batch that fits the sweep's own costs is "
@@ -168,8 +168,9 @@ def _sentences(result: NoisePrediction) -> str:
     return (
         "The gradient noise scale predicts a critical batch of "
         f"{scale.text()} examples: the mean over {count(scale.count, 'run')} of each "
-        f"one's median up to the target.{beside_the_fit} At that scale a batch of "
-        f"{largest} needs {result.cost[largest]:.2f} times the examples of a tiny one. "
+        f"run's median up to the target.{beside_the_fit} At this noise scale, a batch "
+        f"of {largest} needs {result.cost[largest]:.2f} times the examples of a tiny "
+        "one. "
         f"{caveat}"
     )
 

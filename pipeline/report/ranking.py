@@ -203,7 +203,7 @@ class Ranking:
             if lead.seeds == 2:
                 why = f"as both seeds are equally far {where.partition(' ')[0]}"
             if not self.best.spread.deviation and not self.second.spread.deviation:
-                why = "as the results of neither vary over its seeds"
+                why = "as the results of neither group vary over its seeds"
             lead_text = number(distance, scale)
             return (
                 f"The next is {name}, {lead_text} {where}; {why}, the effect of chance "
@@ -434,8 +434,8 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
         else:
             names.append(group)
     return (
-        f" Already there at the first evaluation, and so not ranked: {joined(names)}; "
-        "evaluate more often (training.evaluate_every)."
+        " Already at the target at the first evaluation, and so not ranked: "
+        f"{joined(names)}; evaluate more often (training.evaluate_every)."
     )
 
 
@@ -443,11 +443,11 @@ def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return a sentence on the target and how it was chosen, without its period."""
     reached = [name for name in target.judged if name in target.costs]
     if 2 * len(reached) >= len(target.judged):
-        reach = "reached by half of the jobs, since the others did not get near it"
+        reach = "reached by half of the jobs, while the others did not get near it"
     else:
         reach = (
             f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, "
-            "since others did not get near it"
+            "while others did not get near it"
         )
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"

@@ -76,8 +76,8 @@ def target_plots(sweep: SweepResult) -> list[Plot]:
     if target is None:
         return []
     caption = (
-        f"Until {target.metric} ≤ {target.value:.4g}; finished jobs that got there. "
-        f"{BARS}."
+        f"Until {target.metric} ≤ {target.value:.4g}, for finished jobs that reached "
+        f"this target. {BARS}."
     )
     swept_key_by_axis = {"seconds": sweep.axes[0]}
     # Jobs with equal batches need about the same number of examples, so examples and

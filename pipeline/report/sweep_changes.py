@@ -44,7 +44,7 @@ _SENTENCES = {
     NOT_TOLD_APART: "The data do not tell the sweeps apart at",
     EQUAL: "The sweeps are equal at",
     UNKNOWN: (
-        "The effect of chance is unknown, without several seeds whose results vary, at"
+        "The effect of chance is unknown, for lack of seeds with different results, at"
     ),
 }
 
@@ -396,7 +396,7 @@ def _environments(
                 try:
                     files = record_files.download(client, run_id, [_ENVIRONMENT])
                 except (MlflowException, OSError, ValueError) as error:
-                    rule = f"has a record that cannot be read ({first_line(error)})"
+                    rule = f"must have records that can be read ({first_line(error)})"
                     raise ConfigError("SWEEP", rule, run_id) from error
                 environment = files.get(_ENVIRONMENT, {})
                 environments[run_id] = _described(job, environment)

@@ -252,8 +252,8 @@ def _why_no_pair(jobs: list[JobResult]) -> str:
     logged = jobs_with(jobs, LOSS)
     if len(logged) < 2:
         return (
-            "it takes two jobs with a training loss, and the sweep has "
-            f"{len(logged)} in {count(len(jobs), 'job')}"
+            "it takes two jobs with a training loss, and "
+            f"{len(logged)} of {count(len(jobs), 'job')} logged one"
         )
     trajectories = [_trajectory(job) for job in logged]
     if len(set(trajectories)) < len(trajectories):
@@ -417,8 +417,8 @@ def _agreement(differences: PairDifferences) -> str:
     updates = count(differences.worst.curve.steps.size, "update")
     return (
         f"In {differences.precision}, {_compared_jobs(differences.pairs)} train the "
-        "same trajectory to floating point: their training losses differ by at most "
-        f"{number(differences.worst.largest)} of their value, over {updates}."
+        "same trajectory up to floating-point error: their training losses differ by "
+        f"at most {number(differences.worst.largest)} of their value, over {updates}."
     )
 
 

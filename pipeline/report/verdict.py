@@ -37,7 +37,7 @@ from pipeline.tracking.foreign_store import again_command
 # the verdict is the one listed first here, or `depends` if one is `pays` and the other
 # is `not`.
 _HEADLINES = {
-    "depends": "Accumulate by {factor} only if {scarce} is what you lack",
+    "depends": "Accumulate by {factor} only if you are short of {scarce}",
     "pays": "Accumulate by {factor}",
     "not": "Do not accumulate",
     "few": "There are not enough seeds to tell",
@@ -524,7 +524,7 @@ def _rates_sentence(rates: dict[str, dict[int, float]]) -> str:
     if len(set(texts.values())) == 1:
         return f" The peak learning rates were {next(iter(texts.values()))}."
     clauses = [f"at equal {BUDGETS[axis]} {text}" for axis, text in texts.items()]
-    return f" The peak learning rates were, {'; '.join(clauses)}."
+    return f" The peak learning rates: {'; '.join(clauses)}."
 
 
 def _clause(contrast: BudgetContrast, metric: str) -> str:

@@ -151,7 +151,9 @@ class SearchSweeper(Sweeper):
         for text, override in zip(best.overrides, space.values(), strict=True):
             if override.is_sweep_override():
                 chosen.append(text)
-        say(f"best of {self.trials} trials: loss {best.loss:.4g} with {' '.join(chosen)}")
+        say(
+            f"best of {self.trials} trials: loss {best.loss:.4g} with {' '.join(chosen)}"
+        )
 
         sweep = getattr(self._launcher, "sweep", None)
         if sweep is not None:  # only launchers of this package have a parent run

@@ -186,7 +186,10 @@ def differences(recorded: Mapping[str, Any], now: Mapping[str, Any]) -> list[str
         now: the environment of this process; see `environment`.
     """
     lines = _different_values(recorded, now)
-    trees = {"was not clean then": recorded.get("git") or {}, "is not clean": now["git"]}
+    trees = {
+        "was not clean then": recorded.get("git") or {},
+        "is not clean": now["git"],
+    }
     for state, tree in trees.items():
         if tree.get("clean") is False:
             lines.append(f"code: the working tree {state}")

@@ -332,8 +332,8 @@ def test_branches_that_are_cut_by_tokens_have_no_noise_scale():
     assert by_tokens["critical"].startswith("The critical batch is ")
     assert by_tokens["noise_scale"] == (
         "Not measured: micro-batches that are cut by tokens are not random samples. With "
-        "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, it is "
-        "measured."
+        "accumulation.micro_batch_tokens=null and accumulation.micro_batch_size, the noise "
+        "scale is measured."
     )
     by_examples = texts(**{"accumulation.micro_batch_tokens": "null"})
     assert by_examples["noise_scale"].startswith("Not measured. It may be far from")

@@ -500,7 +500,7 @@ def test_what_differs_between_groups_is_no_error_bar(store):
     assert "error_y" not in means
     assert means["y"] == pytest.approx([(32 + 64 + 128) / 3 / 128] * 2)
     text = first_by_topic(sweep)["largest_batch"].text
-    assert "With one seed at some batch, this is one observation" in text
+    assert "Some batch has only one seed, so this is one observation" in text
 
 
 def test_equal_results_of_all_seeds_are_no_certainty(store):
@@ -522,8 +522,8 @@ def test_equal_results_of_all_seeds_are_no_certainty(store):
     assert finding.figures["difference"] is None
     assert "so they differ" not in finding.text
     assert (
-        "The next is factor=2, 0.005556 behind; as the results of neither vary over its "
-        "seeds, the effect of chance is unknown"
+        "The next is factor=2, 0.005556 behind; as the results of neither group vary "
+        "over its seeds, the effect of chance is unknown"
     ) in finding.text
 
 
@@ -572,7 +572,7 @@ def test_a_final_result_that_is_better_by_other_seeds_is_named_so():
 
 def test_why_chance_is_not_known_fits_the_number_of_seeds():
     equal = with_accuracies({1: (0.1, 0.1, 0.1), 2: (0.3, 0.3, 0.3)})
-    assert "behind; as the results of neither vary over its seeds" in (
+    assert "behind; as the results of neither group vary over its seeds" in (
         ranking.final_result(equal).text
     )
     two = with_accuracies({1: (0.1, 0.2), 2: (0.3, 0.4)})

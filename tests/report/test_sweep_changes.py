@@ -246,10 +246,10 @@ def test_a_record_that_is_too_large_or_of_another_form_is_rejected(
     names = [first.run_id, hostile.run_id, f"tracking.uri={store.uri}"]
     for content in ({"packages": []}, {"git": "none"}):
         hostile.client.log_dict(job, content, "environment.json")
-        with pytest.raises(ConfigError, match="has a record that cannot be read"):
+        with pytest.raises(ConfigError, match="must have records that can be read"):
             command.report(names)
     monkeypatch.setattr(record_files, "LARGEST", 5)
-    with pytest.raises(ConfigError, match=r"environment\.json has \d+ bytes"):
+    with pytest.raises(ConfigError, match=r"environment\.json is too large: \d+ bytes"):
         command.report(names)
     assert list(tmp_path.iterdir()) == []
 

@@ -72,8 +72,8 @@ def test_a_first_evaluation_below_the_target_is_an_upper_bound():
     bound = updates_of_epoch * seconds_of_update
     assert finding.figures["at_most"] == {"factor=8 batch=64": pytest.approx(bound)}
     assert (
-        " Already there at the first evaluation, and so not ranked: factor=8 batch=64 "
-        "(≤ 1.28 s); evaluate more often (training.evaluate_every)."
+        " Already at the target at the first evaluation, and so not ranked: factor=8 "
+        "batch=64 (≤ 1.28 s); evaluate more often (training.evaluate_every)."
     ) in finding.text
     assert "gets there first of the others" in finding.text
     assert "factor=8 batch=64 gets there first" not in finding.text
@@ -161,7 +161,7 @@ def test_losses_that_only_rose_set_no_target():
     assert sweep.target.value == 1
     finding = first_on(sweep, "time_to_target")
     assert (
-        "reached by 1 of the 3 jobs, since others did not get near it" in finding.text
+        "reached by 1 of the 3 jobs, while others did not get near it" in finding.text
     )
     assert list(finding.figures["groups"]) == ["factor=1"]
 
@@ -182,7 +182,7 @@ def test_jobs_without_a_finite_loss_set_no_target(lost):
     if lost == 1:
         assert "reached by half of the jobs" in text
     else:
-        assert "reached by 1 of the 3 jobs, since others did not get near it" in text
+        assert "reached by 1 of the 3 jobs, while others did not get near it" in text
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -321,9 +321,9 @@ def test_the_interval_is_narrow_where_seeds_agree():
     finding = first_on(sweep, "largest_batch")
     assert finding.figures["interval"] == (256, 256)
     assert (
-        "Allowing for chance between seeds (95%), it is from 256 to 256."
-        in finding.text
-    )
+        "Allowing for chance between seeds (95%), the largest batch that pays is from "
+        "256 to 256."
+    ) in finding.text
 
     # One seed shows no chance.
     alone = sweep_with_costs(rng, critical=400.0, noise=0.01, seeds=1)

@@ -117,10 +117,10 @@ def test_why_a_sweep_without_two_losses_is_not_compared_has_figures(store):
     sweep.job("one", {"train/loss": [2, 1]})
     assert finding_of(sweep).text == (
         "Trajectories cannot be compared: it takes two jobs with a training loss, and "
-        "the sweep has 1 in 2 jobs."
+        "1 of 2 jobs logged one."
     )
     sweep.job("other", {"val/loss": {1: 2}}, factor=2)
-    assert finding_of(sweep).text.endswith("the sweep has 1 in 2 jobs.")
+    assert finding_of(sweep).text.endswith("1 of 2 jobs logged one.")
 
 
 def test_a_sweep_of_no_equal_trajectories_has_no_word_of_them():

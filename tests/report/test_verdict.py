@@ -182,8 +182,8 @@ def test_the_rates_of_each_budget_are_named_where_they_differ():
     assert finding.figures["seconds"]["rates"] == {1: 0.03, 4: 0.03}
     assert finding.figures["examples"]["rates"] == {1: 0.01, 4: 0.03}
     assert (
-        " The peak learning rates were, at equal time 0.03 with factor 1, 0.03 with "
-        "factor 4; at equal examples 0.01 with factor 1, 0.03 with factor 4."
+        " The peak learning rates: at equal time 0.03 with factor 1, 0.03 with factor "
+        "4; at equal examples 0.01 with factor 1, 0.03 with factor 4."
     ) in finding.text
 
 
@@ -359,7 +359,7 @@ def test_equal_examples_and_equal_time_may_differ():
     losses = {1: around(2, noise), 4: around(2.5, noise)}
     less = verdict_of(sweep_of(losses, seconds_by_factor=half_the_time))
     assert less.figures["state"] == "depends"
-    assert less.text.startswith("Accumulate by 4 only if time is what you lack: ")
+    assert less.text.startswith("Accumulate by 4 only if you are short of time: ")
     # Time decides what to take.
     assert less.figures["take"] == "factor=4 batch=32"
     sweep = sweep_of(losses, seconds_by_factor=half_the_time)
