@@ -330,8 +330,8 @@ CONFIG = {
         "hardware.memory must be a size such as 8GiB, or null. Received: 'much'."
     ),
     "verify accumulation.micro_batch_size=auto": (
-        "accumulation.micro_batch_size must be a number, because verify checks a given "
-        "cut, in float64. Received: 'auto'."
+        "accumulation.micro_batch_size must be a number, because verify does not search "
+        "for a size. Received: 'auto'."
     ),
     "train hardware.gpu_memory=half": (
         "hardware.gpu_memory must be a size such as 8GiB, or null. Received: 'half'."

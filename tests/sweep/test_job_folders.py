@@ -29,16 +29,16 @@ def results(tmp_path_factory):
 def test_a_name_of_more_than_255_bytes_is_rejected(results, name):
     assert_rejected(
         results[name],
-        "pipeline: hydra.sweep.subdir must be a folder that can be created (a name has at "
-        "most 255 bytes). Received: '",
+        "pipeline: hydra.sweep.subdir must be a folder that can be created (a name may have "
+        "at most 255 bytes). Received: '",
     )
 
 
 def test_a_path_of_more_than_4095_bytes_is_rejected(results):
     assert_rejected(
         results["path"],
-        "pipeline: hydra.sweep.subdir must be a folder that can be created (its path has "
-        "at most 4095 bytes). Received: '",
+        "pipeline: hydra.sweep.subdir must be a folder that can be created (its path may "
+        "have at most 4095 bytes). Received: '",
     )
 
 
