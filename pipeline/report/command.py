@@ -46,7 +46,7 @@ class _Request:
 
 
 def report(arguments: Sequence[str]) -> int:
-    """Write a report: of a sweep, on several runs side by side, or on two sweeps."""
+    """Write a report on a sweep, on several runs side by side, or on two sweeps."""
     request = _request(arguments)
     if request.filter is not None:
         matches = _matching(request, request.filter)

@@ -367,8 +367,8 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
             text += f" With a batch of {result.diverged}, training diverged."
         else:
             text += (
-                " It is the largest batch that could be judged, so the limit may be "
-                "higher."
+                f" {result.critical} is the largest batch that could be judged, so the "
+                "limit may be higher."
             )
     seeds = {job.seed for job in sweep.jobs} - {None}
     if len(seeds) < 2:

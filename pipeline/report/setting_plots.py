@@ -109,8 +109,8 @@ def _target_plot(sweep: SweepResult, along: str, swept_key: str, caption: str) -
 def cost_plots(sweep: SweepResult) -> list[Plot]:
     """Plot time per update, speed and memory against the first swept key."""
     median = (
-        "Median over the updates after the first, which is traced while it runs. Bars: "
-        "over seeds."
+        "Median over the updates after the first, which is traced while it runs. "
+        f"{BARS}."
     )
     peak = (
         "Of the first GPU, or the resident memory of the process on a CPU; it should "

@@ -30,7 +30,7 @@ DIFFERENT = 3  # exit status
 
 
 def rerun(arguments: Sequence[str]) -> int:
-    """Run a recorded run again and compare the two."""
+    """Run a recorded run again, and compare the two runs."""
     request = parse_command_line(arguments, rerun.__doc__)
     own_config = request.own_config()
     store = ForeignStore.open(own_config.tracking.uri, own_config.trust.allow)
