@@ -42,7 +42,7 @@ class MonitoredMetrics:
         self._named.add(name)
         saves = ""
         if getattr(callback, "save_best_only", False):
-            saves = ", so it saves as if the epoch were the best"
+            saves = ", so the callback saves as if the epoch were the best"
         say(
             f"training.callbacks.{name} monitors {monitor}, which is missing at the end "
             f"of epoch {epoch + 1}{saves}: {self._remedy(monitor, logs)}"

@@ -64,7 +64,7 @@ def test_what_is_saved_as_the_best_is_named(tmp_path, capsys):
         tmp_path / "best.weights.h5", save_best_only=True, save_weights_only=True
     )
     Run([keep], epochs=2, evaluate_every=7)
-    line = "missing at the end of epoch 1, so it saves as if the epoch were the best: "
+    line = "missing at the end of epoch 1, so the callback saves as if the epoch were "
     assert capsys.readouterr().err.count(line) == 1
 
 
