@@ -17,8 +17,8 @@ from pipeline.report.wording import number
 
 NOISE = "train/gradient_noise_scale"
 UNMEASURED = (
-    "It may be far from the critical batch: Merrill et al. 2025 (arXiv:2505.23971) "
-    "measured far larger critical batches."
+    "The noise scale may be far from the critical batch: Merrill et al. 2025 "
+    "(arXiv:2505.23971) measured far larger critical batches."
 )
 
 # Why a run whose batches are cut by tokens has no noise scale, and what to do.
@@ -39,15 +39,16 @@ def beside_measured(scale: float, low: float, high: float) -> str:
     """
     if scale < low:
         return (
-            "It is below the critical batch that was measured here, as Merrill et al. "
-            "2025 (arXiv:2505.23971) also found: treat it as a lower bound."
+            "The noise scale is below the critical batch that was measured here, as "
+            "Merrill et al. 2025 (arXiv:2505.23971) also found: treat the noise scale "
+            "as a lower bound."
         )
     if scale > high:
         return (
-            "It is above the critical batch that was measured here, so it is not a "
-            "lower bound."
+            "The noise scale is above the critical batch that was measured here, so it "
+            "is not a lower bound."
         )
-    return "It agrees with the critical batch that was measured here."
+    return "The noise scale agrees with the critical batch that was measured here."
 
 
 def noise_scale(job: JobResult, sweep: SweepResult) -> float:

@@ -336,7 +336,7 @@ def test_branches_that_are_cut_by_tokens_have_no_noise_scale():
         "scale is measured."
     )
     by_examples = texts(**{"accumulation.micro_batch_tokens": "null"})
-    assert by_examples["noise_scale"].startswith("Not measured. It may be far from")
+    assert by_examples["noise_scale"].startswith("Not measured. The noise scale may be")
 
 
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
@@ -356,7 +356,7 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "scaling.reference_batch_size=32"
     )
     assert by_topic["noise_scale"].text.startswith(
-        "40 examples. It is below the critical batch that was measured here"
+        "40 examples. The noise scale is below the critical batch that was measured here"
     )
 
     results = reading.read(store.uri, sweep.run_id)

@@ -450,7 +450,7 @@ def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
             job.curves["train/gradient_noise_scale"] = curve
         text_by_scale[scale] = first_on(sweep, "noise_scale").text
     assert "treat it as a lower bound" in text_by_scale[40.0]
-    assert "It agrees with the critical batch" in text_by_scale[400.0]
+    assert "noise scale agrees with the critical batch" in text_by_scale[400.0]
     assert "so it is not a lower bound" in text_by_scale[4000.0]
 
 
