@@ -413,7 +413,7 @@ def _reached_sentences(result: TargetTimes, has_others: bool) -> str:
 
     leads = "gets there first, after"
     if result.at_most:
-        leads = "gets there first of the others, after"
+        leads = "gets there first among the others, after"
     sentences = ranking.sentences(wording.SECONDS, leads, "last, after")
     if len(ranking.groups) == 1:
         who = "It is reached"

@@ -409,7 +409,7 @@ def test_the_time_to_the_target(case):
         assert float(found) == pytest.approx(bound, rel=1e-3)
     leads = "gets there first, after"
     if bounds:
-        leads = "gets there first of the others, after"
+        leads = "gets there first among the others, after"
     if len(times) == 1:
         ((group, costs),) = times.items()
         (words,) = re.findall(rf"{group} reached it after {SPREAD} s \(", text)

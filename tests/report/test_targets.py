@@ -75,7 +75,7 @@ def test_a_first_evaluation_below_the_target_is_an_upper_bound():
         " Already at the target at the first evaluation, and so not ranked: factor=8 "
         "batch=64 (≤ 1.28 s); evaluate more often (training.evaluate_every)."
     ) in finding.text
-    assert "gets there first of the others" in finding.text
+    assert "gets there first among the others" in finding.text
     assert "factor=8 batch=64 gets there first" not in finding.text
 
     # Nothing that needs the moment is said.
