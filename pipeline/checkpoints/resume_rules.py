@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from pipeline.checkpoints import files, recorded_config
 from pipeline.checkpoints.files import Checkpoint
-from pipeline.checkpoints.run_dirs import resume_command
+from pipeline.checkpoints.run_dirs import resume_command, start_override
 from pipeline.common.errors import ConfigError, as_config_error, count, say
 from pipeline.common.recorded import read
 from pipeline.common.secrets import HIDDEN, mask, remember
@@ -141,7 +141,7 @@ class Continuation:
             rule = (
                 f"was ended by training.callbacks.{meta.loop.stopped_by} after update "
                 f"{self.updates_done}: begin a new run there, with "
-                f"start.run=RUN@{self.updates_done}"
+                f"{start_override(self.run_dir, self.updates_done)}"
             )
             raise ConfigError(self.key, rule, str(self.run_dir))
         if self.updates_done > plan.updates or (
@@ -162,7 +162,10 @@ class Continuation:
         """Return the lines to print when the run is resumed."""
         from pipeline.checkpoints import snapshot
 
-        lines = [f"continues after update {self.updates_done}", *self.changes]
+        begins = f"continues after update {self.updates_done}"
+        if self.checkpoint is None:
+            begins = "starts from the beginning, as there is no checkpoint"
+        lines = [begins, *self.changes]
         files_changed = self._changed_code()
         if files_changed:
             lines.append(f"code that has changed: {', '.join(files_changed)}")
@@ -241,7 +244,7 @@ def _continuation(
     if required and latest is None:
         raise _no_checkpoint(run_dir, key, past, most)
     if past.described:
-        _check_rows_stay_true(recorded, spec, past, latest, key)
+        _check_rows_stay_true(recorded, spec, past, latest, run_dir, key)
     return Continuation(run_dir, key, spec, past, latest, lines)
 
 
@@ -250,6 +253,7 @@ def _check_rows_stay_true(
     spec: RunSpec,
     past: Past,
     checkpoint: Checkpoint | None,
+    run_dir: Path,
     key: str,
 ) -> None:
     """Reject another horizon if updates that have rows are trained again.
@@ -262,6 +266,7 @@ def _check_rows_stay_true(
         spec: the spec of the current config.
         past: the state of the run according to its journal.
         checkpoint: the checkpoint from which the run would continue.
+        run_dir: the run's directory.
         key: the argument or config key that names the run in errors.
 
     Raises:
@@ -273,7 +278,7 @@ def _check_rows_stay_true(
         return
     way_on = "train into another folder"
     if done:
-        way_on = f"begin a new run there, with start.run=RUN@{done}"
+        way_on = f"begin a new run there, with {start_override(run_dir, done)}"
     rule = (
         f"must be resumed with its own horizon, since {count(last - done, 'update')} "
         f"after update {done} will be trained again and already have rows; for another "

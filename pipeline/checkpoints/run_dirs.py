@@ -39,6 +39,11 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
         )
         if len(start) < SHORTEST_ID:
             rule += f" (at least {SHORTEST_ID} characters)"
+        if folder.is_dir() and not matching:
+            rule = (
+                f"must be a run directory, which has a {JOURNAL_NAME}; a run that was "
+                "killed before it began has none: train it again"
+            )
         choices = [str(run_dir) for run_dir in matching] or None
         raise ConfigError(key, rule, start, choices)
     return matching[0]
@@ -102,6 +107,11 @@ def resume_command(run_dir: Path, *, from_start: bool = False) -> str:
     if from_start:
         command.append("training.resume=auto")
     return shlex.join(command)
+
+
+def start_override(run_dir: Path, update: int) -> str:
+    """Return the override with which a new run begins at a checkpoint of a run."""
+    return shlex.quote(f"start.run={run_dir}@{update}")
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:

@@ -127,7 +127,24 @@ def runs(arguments: Sequence[str]) -> int:
     columns = _Columns.of_list(listed)
     for run in listed:
         say(*_lines(run, columns), to=sys.stdout, always=True)
+    say(*_copies(listed))
     return 0
+
+
+def _copies(listed: Iterable[ListedRun]) -> list[str]:
+    """Return one line per run that is listed more than once, as it was copied."""
+    folders_by_id: dict[str, list[str]] = {}
+    for run in listed:
+        if run.run_id and run.run_dir is not None:
+            folders_by_id.setdefault(run.run_id, []).append(run.run_dir)
+    lines = []
+    for run_id, folders in folders_by_id.items():
+        if len(folders) > 1:
+            lines.append(
+                f"run {run_id} was copied, and is in {', '.join(folders)}: resume and "
+                "sync only one of them"
+            )
+    return lines
 
 
 @dataclass(frozen=True)

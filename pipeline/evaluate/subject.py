@@ -213,7 +213,8 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
         update = files.best_update(run_dir / "checkpoints")
         if update is None:
             rule = (
-                "must be a run that keeps its best checkpoint (see training.keep_best)"
+                "must be a run that has written a best checkpoint: this takes "
+                "training.keep_best, and an evaluation"
             )
             raise ConfigError("RUN", rule, text)
         return files.at(run_dir / "checkpoints" / files.BEST, update)

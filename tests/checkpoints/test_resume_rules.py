@@ -209,7 +209,7 @@ def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
         r"hydra\.run\.dir must be resumed with its own horizon, since \d+ updates? "
         r"after update \d+ will be trained again and already have rows; for another "
         r"horizon, (train into another folder|"
-        r"begin a new run there, with start.run=RUN@\d+)",
+        r"begin a new run there, with start.run=\S+/run@\d+)",
         rejected.stderr,
     )
     assert rejected.stderr.endswith("Received: {updates: 19}.\n")
@@ -239,7 +239,7 @@ def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     rejected = pipeline("resume", "run", "training.updates=50", cwd=folder, status=2)
     rule = (
         f"RUN was ended by training.callbacks.early after update {last}: begin a "
-        f"new run there, with start.run=RUN@{last}. Received: "
+        f"new run there, with start.run={folder}/run@{last}. Received: "
     )
     assert rejected.stderr.splitlines()[-1].startswith(f"pipeline: {rule}")
     fork = ("training.updates=30", f"start.run=run@{last}", "hydra.run.dir=on")
@@ -515,8 +515,9 @@ def test_changed_code_of_ones_own_is_rejected_by_its_file(tmp_path, monkeypatch)
     assert "code that has changed: own_code.py" in check("true", segment, [])
     # The code must be that of the last segment. Older versions have recorded none.
     now = {"code": provenance.hashes_of_own_code()}
-    assert check("false", segment, [now]) == ["continues after update 0"]
-    assert check("false", {}, []) == ["continues after update 0"]
+    begins = "starts from the beginning, as there is no checkpoint"
+    assert check("false", segment, [now]) == [begins]
+    assert check("false", {}, []) == [begins]
     with pytest.raises(ConfigError, match=re.escape(rule)):
         check("false", {}, [segment])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -587,6 +588,18 @@ def test_run_directories_that_cannot_be_read_hide_no_other_run(tmp_path):
     left_out = [line for line in listed.stderr.splitlines() if "left out" in line]
     assert [line.partition(" ")[0] for line in left_out] == ["gone", "the"]
     assert "No such file" in left_out[0]
+
+
+def test_a_run_that_was_copied_is_named(tmp_path):
+    planted(tmp_path, "run", 1_000, run_id="1" * 32)
+    planted(tmp_path, "other", 2_000, run_id="2" * 32)
+    listed = pipeline("runs", cwd=tmp_path)
+    assert "was copied" not in listed.stderr
+
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    listed = pipeline("runs", cwd=tmp_path)
+    line = f"run {'1' * 32} was copied, and is in copy, run: resume and sync only one of them"
+    assert line in listed.stderr.splitlines()
 
 
 def test_mlflow_is_not_imported_without_a_store_to_ask(tmp_path):
