@@ -126,6 +126,12 @@ class AccumulatingModel(keras.Model):
         """The names of the outputs of `inner`, which `compile` and the history use."""
         return self.inner.output_names
 
+    def summary(self, *arguments: Any, **options: Any) -> None:
+        """Print the layers of `inner`, and the size of the optimizer, as Keras does."""
+        is_compiled = replaced([(self.inner, "compiled", self.compiled)])
+        with self._optimizer_lent(), is_compiled:
+            self.inner.summary(*arguments, **options)
+
     def save_weights(self, *arguments: Any, **options: Any) -> None:
         """Save the weights of `inner` and of the optimizer, as Keras does.
 
