@@ -96,7 +96,7 @@ class GradientAccumulator(tf.Module):
         gradients, uncertain = self._checked(gradients)
         weight = tf.convert_to_tensor(weight)
         if weight.shape.rank:
-            received = f"one of shape {tuple(weight.shape)}"
+            received = f"a tensor of shape {tuple(weight.shape)}"
             raise ValueError(f"weight must be a scalar. Received: {received}")
         indices = [i for i, each in enumerate(gradients) if each is not None]
         self._note(frozenset(indices))

@@ -109,7 +109,7 @@ def noise_by_position(
     examples: tf.Tensor,
     jit_compile: bool = False,
 ) -> AbstractContextManager[None]:
-    """Make noisy layers draw by the position of an example in the effective batch.
+    """Make noisy layers draw noise by each example's place in the effective batch.
 
     This applies inside the `with` block.
 

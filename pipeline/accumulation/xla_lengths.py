@@ -17,7 +17,7 @@ _MOST_DISTINCT = 1024
 def choose_xla_lengths(
     lengths: Iterable[int] | tf.RaggedTensor, count: int = 4, multiple: int = 8
 ) -> tuple[int, ...]:
-    """Return at most `count` lengths with which the least padding is computed.
+    """Return at most `count` lengths that minimize the padding of the examples.
 
     They are the lengths for `xla_lengths` of an `Update`, whose examples are padded to
     the nearest one that is not below their own length. The largest is at least the

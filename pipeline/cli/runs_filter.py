@@ -35,7 +35,9 @@ class StatusFilter:
 
 
 def split(condition: str) -> tuple[str, StatusFilter | None]:
-    """Split a filter string into the part for MLflow and that for the list's words.
+    """Split a filter string into MLflow's part and the comparisons of the status.
+
+    The status words are those of `pipeline runs`.
 
     MLflow's filter strings join all comparisons by AND.
 

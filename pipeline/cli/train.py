@@ -167,7 +167,7 @@ def _sweep_parser(files: Any) -> Parser:
         action="append",
         default=[],
         metavar="NAME",
-        help="a dotted name or place that the sweep's record may name",
+        help="trust this dotted name, or this location of artifacts, in the sweep's record",
     )
     parser.add_argument(
         "--config-dir",

@@ -232,7 +232,9 @@ class Chief(AbstractContextManager["Chief"]):
         if self.reductions_ready is not None or self._ended:
             return
         reason = lost.rejected or lost.failed or "it was killed, or is cut off"
-        say(f"pipeline: worker {lost.index} does not take part: {reason}")
+        say(
+            f"pipeline: the run ends, as worker {lost.index} has not joined it: {reason}"
+        )
         self._remove_logs()
         self._session.remove_empty_folders()
         if lost.rejected is not None:

@@ -38,7 +38,8 @@ def add_arguments(parser: Parser) -> None:
         action="append",
         default=[],
         metavar="PREFIX",
-        help="a dotted name or place to trust, if the record is from a store",
+        help="if the record is from a store, trust what begins with this dotted name, "
+        "or artifacts at this location",
     )
     add_config_options(parser)
     # Without a default, argparse would call them required if RUN is missing.

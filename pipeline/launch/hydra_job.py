@@ -202,7 +202,7 @@ def _secret_text(override: Override) -> str:
     """
     value = override.value()
     rule = (
-        "must come entirely from the environment in a sweep, as ${oc.env:NAME}, "
+        "must, in a sweep, come entirely from the environment, as ${oc.env:NAME}, "
         "because it holds a secret"
     )
     if isinstance(value, list | dict):
@@ -211,7 +211,7 @@ def _secret_text(override: Override) -> str:
         return str(OmegaConf.create({"value": value})["value"])
     except OmegaConfBaseException:
         raise ConfigError(
-            override.key_or_group, f"{rule} next to ${{…}}", override.input_line
+            override.key_or_group, f"{rule} together with ${{…}}", override.input_line
         ) from None
 
 

@@ -115,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--filter",
         metavar="TEXT",
-        help="the runs that MLflow's filter string selects, such as "
+        help="show the runs that match a filter string in MLflow's syntax, such as "
         "\"tags.team='vision'\"",
     )
     parser.add_argument(

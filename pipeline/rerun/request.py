@@ -207,7 +207,7 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         action="append",
         default=[],
         metavar="PREFIX",
-        help="a dotted name or place to trust",
+        help="trust what begins with this dotted name, or artifacts at this location",
     )
     add_config_options(parser)
     # Without a default, argparse would call them required if RUN_ID is missing.

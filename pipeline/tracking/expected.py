@@ -88,7 +88,7 @@ class Expected:
             return f"the tag {min(tags)}"
         stale_tags = self.removed_tags & run.data.tags.keys()
         if stale_tags:
-            return f"the removal of the tag {min(stale_tags)}"
+            return f"the request to remove the tag {min(stale_tags)}"
         inputs = self.inputs - _input_ids(run)
         if inputs:
             return f"the input {min(inputs).name}"
