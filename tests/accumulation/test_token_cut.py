@@ -575,7 +575,7 @@ def test_a_message_about_padding_says_what_happened_to_the_mask(
     with pytest.raises(ValueError) as rejected:
         accumulate(suspect, cross_entropy(), batch_for(suspect))
     message = str(rejected.value)
-    assert f"with micro_batch_tokens: {remedy}, or cut padded batches" in message
+    assert f"padded at its end: {remedy}, or cut padded batches" in message
     assert message.endswith(f"Received: {received}")
 
 
