@@ -93,7 +93,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 
     Args:
         model: a built model, or None if `loss` is a function of a micro-batch. Do not
-            change later which variables are trainable.
+            change afterwards which of its variables are trainable.
         loss: a loss as in `compile`: a Keras loss, its name, a function of labels and
             outputs, or a dict or list with one of these per output. Its reduction must
             not be `none`, and its value for one example must not depend on other
@@ -101,12 +101,12 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             `Objective` includes loss weights and metrics. Without a model: a function
             of the parts of a micro-batch, which are x, y and the sample weights, as far
             as `batch` has them. It returns the mean loss over the examples, or a tuple
-            of a mean and the weight that the mean was divided by.
+            of a weighted mean and its divisor, the total weight.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged
             tensors with the examples on axis 0, or x alone if there is no loss. The
             number of examples may be zero, and unknown during tracing. Inside
-            `strategy.run`, it is the share of the replica, which is not split further,
-            and the result is that of this share alone.
+            `strategy.run`, pass the share of the replica: it is not divided among
+            replicas again, and the result is that of this share alone.
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller. With `micro_batch_tokens`, the maximum number of examples.
         micro_batch_tokens: maximum number of positions per forward and backward pass,
@@ -133,9 +133,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
             labels, the micro-batch size is not positive, an input is sparse, a part of
-            the model cannot be computed in micro-batches, no variables are given
-            without a model, loss weights or metrics are given without a model or beside
-            an `Objective`, the `Objective` has losses over the effective batch, with
+            the model cannot be computed in micro-batches, there is neither a model nor
+            `variables`, loss weights or metrics are given without a model or beside an
+            `Objective`, the `Objective` has losses over the effective batch, with
             `micro_batch_tokens` the result would depend on padding, or without it the
             inputs are ragged but the model takes only dense ones.
     """
@@ -199,7 +199,8 @@ class MicroBatchSettings:
         variables: see `accumulate_gradients`.
         scale_loss: see `accumulate_gradients`.
         hold_statistics: whether a micro-batch leaves the moving statistics of
-            BatchNormalization unchanged, for `assign_moving_statistics` to move.
+            BatchNormalization unchanged, so that `assign_moving_statistics` can update
+            them.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled.
         fused_attention: whether compiled passes compute attention by `attention_fused`.

@@ -4,7 +4,7 @@ Keras calls `train_step` with each effective batch, outside of any replica, and
 `train_step` calls an `Update`. The dataset is not distributed: TensorFlow would copy
 each replica's whole share to its device, and a plain `fit` raises an error if the
 shares of the first batch differ in size. Instead, the batch stays on the host, and each
-replica takes its share there, as in any loop over an `Update`.
+replica takes its share there, as in any loop that calls an `Update`.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class AccumulatingModel(keras.Model):
         Returns:
             The mean losses and the metrics of the epoch so far, by name.
         """
-        if tf.distribute.has_strategy():  # Keras would act as if in a replica
+        if tf.distribute.has_strategy():  # Keras would act as in a replica
             rule = "fit must be called outside of the strategy's scope"
             raise ValueError(f"{rule}; the model is created inside it")
         if self._update is None:
@@ -385,7 +385,7 @@ keras.saving.register_keras_serializable("accumulation")(AccumulatingModel)
 class _Undistributed:
     """A strategy that does not distribute datasets, and calls each step only once.
 
-    The steps of an `AccumulatingModel` run on the replicas by themselves.
+    The steps of an `AccumulatingModel` divide the work among the replicas themselves.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):

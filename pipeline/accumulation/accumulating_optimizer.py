@@ -29,20 +29,20 @@ NONE_AT_ALL = (
     "only None"
 )
 
-# Maximum number of sets of variables that have their gradients in different parts. A
-# traced step has one branch per combination of sets: 2⁴ = 16.
+# Maximum number of sets of variables that get their gradients in different calls of
+# `apply`. A traced step has one branch per combination of sets: 2⁴ = 16.
 MOST_SETS = 4
 
 
 class AccumulatingOptimizer(keras.optimizers.Optimizer):
     """Applies the weighted mean of `factor` gradients with another optimizer.
 
-    Each call of `apply` adds its gradients to sums, and every `factor`-th call also
-    takes a step. The other calls change no weight. Schedules, weight averaging, weight
-    decay and clipping are left to the inner optimizer, which acts once per update;
-    `iterations` counts updates. The sums are among `variables`, so a model that is
-    saved between two steps resumes from there. For the memory of the sums, see
-    `GradientAccumulator`.
+    Each call of `apply` adds its gradients, which are a part of the update, to sums,
+    and every `factor`-th call also takes a step. The other calls change no weight.
+    Schedules, weight averaging, weight decay and clipping are left to the inner
+    optimizer, which acts once per update; `iterations` counts updates. The sums are
+    among `variables`, so a model that is saved between two steps resumes from there.
+    For the memory of the sums, see `GradientAccumulator`.
 
     In `fit`, the optimizer does not receive the weight of a batch, so all batches count
     alike. The result is exact if the loss is a mean and all batches have the same
@@ -91,7 +91,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
         self.gradient_accumulation_steps = factor
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Reject a LossScaleOptimizer around this optimizer: it sets this attribute.
+        # Reject a LossScaleOptimizer around this optimizer: it sets
+        # `loss_scale_factor`.
         if name == "loss_scale_factor" and "inner" in vars(self):
             rule = (
                 "a LossScaleOptimizer must be inside this optimizer: "
@@ -473,10 +474,11 @@ def _check_sets(
 
 
 def _of_batch(gradients: Sequence[Gradient]) -> list[Gradient]:
-    """Return one gradient that depends on the batch, or all if none is known to.
+    """Return one gradient that depends on the batch, or all if none is known to do so.
 
     The last such gradient is returned, because the backward pass computes it first.
-    Waiting for one that is computed later would keep all before it in memory.
+    Waiting for a gradient that is computed later would keep all gradients before it in
+    memory.
     """
     depends = depending_on_batch(gradients)
     for gradient, depends_on_batch in zip(gradients[::-1], depends[::-1], strict=True):

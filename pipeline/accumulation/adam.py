@@ -29,8 +29,9 @@ from .keras_internals import adam_moments, constant_rate, replaced
 # Methods of Keras whose work the operation does.
 REPLACED = ("update_step", "assign_add", "assign_sub")
 
-# The operation takes β in float32. It replaces Keras' step only if this changes 1 − β
-# by at most this fraction. The change is 1.3e-5 for β = 0.999, and 1.7e-4 for 0.9999.
+# The operation takes β in float32. It replaces Keras' step only if the rounding changes
+# 1 − β by at most this fraction. The change is 1.3e-5 for β = 0.999, and 1.7e-4 for
+# 0.9999.
 TOLERANCE = 2e-5
 
 # On a CPU, variables with fewer elements keep Keras' step, because threads would take
@@ -53,8 +54,8 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     would add the square of each row to the second moment.
 
     Yields:
-        The learning rate of the optimizer, which is computed once. It is also given if
-        the optimizer is not an Adam.
+        The learning rate of the optimizer, which is computed once. The block yields it
+        for other optimizers, too.
     """
     adam = getattr(optimizer, "inner_optimizer", optimizer)
     fuses = takes_keras_step(adam)

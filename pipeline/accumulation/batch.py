@@ -64,14 +64,15 @@ class Batches(NamedTuple):
 
 
 class DealtBatch(NamedTuple):
-    """An effective batch in another order, in which unequal shares follow each other.
+    """An effective batch whose examples are ordered by replica, in unequal shares.
 
     Attributes:
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest with the examples on
             axis 0.
         starts: where the share of each replica starts, then the number of examples;
             (replicas + 1,), int32.
-        order: the position of each example before it was dealt, (examples,), int32.
+        order: the position of each example before the batch was dealt, (examples,),
+            int32.
     """
 
     batch: Nest
@@ -276,10 +277,10 @@ def share_of(batch: Nest | Share | DealtBatch) -> tuple[Nest, Any]:
 
 
 def positions_for_noise(batch: Nest | Share | DealtBatch, position: Any) -> Any:
-    """Return the positions by which the examples of a share draw their noise.
+    """Return the positions that determine the noise for the examples of a share.
 
     In a dealt batch, they are the positions that the examples from `position` on had
-    before they were dealt. In any other batch, the position of the first example is
+    before the batch was dealt. In any other batch, the position of the first example is
     enough; see `position_of`.
 
     Args:

@@ -59,7 +59,7 @@ def dense_sums(
 
     XLA would compile the step again for each number of rows in an embedding's gradient.
     Keras' `Adam` makes such a gradient dense anyway. Any other optimizer may update
-    only these rows, so if there is such a gradient, the result is None.
+    only these rows: for it, the result is None if there is such a gradient.
     """
     leaves = tf.nest.flatten(tuple(sums))
     has_rows = any(isinstance(leaf, tf.IndexedSlices) for leaf in leaves)
@@ -96,7 +96,8 @@ class ApplyProgram:
         Args:
             optimizer: the optimizer. While the step is traced, reading its counts and
                 its learning rate gives values that the host has read.
-            apply: applies the gradient with the optimizer. It may compute the gradient.
+            apply: applies the gradient with the optimizer. It may also compute the
+                gradient.
 
         Returns:
             The program, or None if its variables are not all on one device.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 # In TensorFlow 2.21, the search path of libtensorflow_framework.so.2 lacks the folder
 # of this wheel (tensorflow/tensorflow#112973). TensorFlow then registers no GPU, unless
-# if the library is already loaded.
+# the library is already loaded.
 _PACKAGE = "nvidia.cusolver"
 _FILE = "lib/libcusolver.so.11"
 

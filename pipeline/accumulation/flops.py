@@ -170,7 +170,7 @@ def _count_einsum(operation: tf.Operation) -> int:
 
 
 def _count_convolution(operation: tf.Operation) -> int:
-    """Return the FLOPs of a convolution: 2 per output element and filter weight in it.
+    """Return the FLOPs of a convolution: 2 per output element and weight of its filter.
 
     Each gradient of a convolution needs as many FLOPs as the convolution.
     """
@@ -218,7 +218,7 @@ def _iterations(loop: tf.Operation) -> int:
         ValueError: the number of iterations is unknown.
     """
     count = loop.inputs[1]
-    # In the loops of Keras' RNNs, the number is the maximum over a scalar.
+    # In the loops of Keras' RNNs, it is the output of a maximum over a scalar.
     if count.op.type == "Max" and count.op.inputs[0].shape.rank == 0:
         count = count.op.inputs[0]
     iterations = tf.get_static_value(count)

@@ -9,8 +9,8 @@ gradients, they compute P again, from S and the logarithm of each row's sum.
 `keras.layers.MultiHeadAttention` and `GroupQueryAttention` without dropout call
 `keras.ops.dot_product_attention`. Users' own code may call it, too. Inside the `with`
 block of `attention_fused`, this module handles each call. It leaves an attention to
-Keras if cuDNN cannot compute it, or has not been tested with it on a GPU:
-`why_not_fused` checks the conditions.
+Keras if cuDNN cannot compute it, or if cuDNN has not been tested on a GPU with such an
+attention: `why_not_fused` checks the conditions.
 
 cuDNN's gradient with respect to Q is not bit-identical from run to run.
 """

@@ -81,17 +81,17 @@ class GradientAccumulator(tf.Module):
         gradients of its share. If the call raises an error, nothing was added.
 
         Args:
-            gradients: the gradient of the mean over the part or share for each
-                variable: a dense tensor, `tf.IndexedSlices`, or None for no gradient.
+            gradients: for each variable, the gradient of the mean over the part or
+                share: a dense tensor, `tf.IndexedSlices`, or None for no gradient.
                 Inside `strategy.run`, Keras' losses divide by the number of replicas,
-                so multiply their gradients by it.
+                so multiply their gradients by that number.
             weight: weight of the mean over this part, scalar.
             times: factor by which the gradients are multiplied.
 
         Raises:
             ValueError: the number or the shapes of the gradients do not match the
-                variables, the weight is not a scalar, or a variable with a gradient is
-                left out by an average that was traced before.
+                variables, the weight is not a scalar, or an average that was traced
+                before leaves out a variable that has a gradient.
         """
         gradients, uncertain = self._checked(gradients)
         weight = tf.convert_to_tensor(weight)
@@ -277,7 +277,7 @@ class GradientAccumulator(tf.Module):
 
 
 def present_in(counts: Any) -> list[int]:
-    """Return the indices of the positive counts, which have shape (variables,)."""
+    """Return the indices of the positive `counts`, which are one per variable."""
     return [index for index, count in enumerate(counts.numpy()) if count > 0]
 
 

@@ -244,7 +244,7 @@ def constant_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[tf.Tensor]:
 def counting_optimizers(
     optimizer: keras.optimizers.Optimizer,
 ) -> list[keras.optimizers.Optimizer]:
-    """Return which of an optimizer and its inner optimizers count their own steps."""
+    """Return the optimizers that count their own steps: `optimizer` or inner ones."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return [inner, *getattr(inner, "optimizers", [])]
 
@@ -279,7 +279,7 @@ def constant_counts(
         variable = counter.value
         with tf.control_dependencies(None), tf.device("CPU:0"):
             count = tf.identity(variable)
-        count.assign = variable.assign  # Keras may assign another value
+        count.assign = variable.assign  # Keras may also assign to it
         changes.append((counter, "_value", count))
         changes.append((counter, "assign_add", partial(advance, variable)))
     with replaced(changes):

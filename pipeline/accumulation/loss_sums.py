@@ -194,8 +194,9 @@ def _added(
 
     A mean over the micro-batch is multiplied by the number of examples in the
     micro-batch. A sum over examples is multiplied by the number of examples in the
-    effective batch. Sums are losses with one value per example, which Keras sums over
-    the batch, and scalars that layers add if `objective.added_losses` is "sum".
+    effective batch. The sums are the losses with one value per example, which Keras
+    sums over the batch, and, if `objective.added_losses` is "sum", the scalars that
+    layers add.
     """
     added = tf.zeros((), dtype)
     scalars_are_sums = objective.added_losses == "sum"
@@ -238,8 +239,8 @@ def function_losses(
     """Return the loss that a function computes from a micro-batch.
 
     The function takes the parts of the micro-batch that are not None. It returns the
-    mean loss over the examples, or a tuple of a mean and the weight that the mean was
-    divided by.
+    mean loss over the examples, or a tuple of a weighted mean and its divisor, the
+    total weight.
 
     Raises:
         ValueError: the mean is not a scalar.

@@ -33,7 +33,7 @@ from .token_cut_for_xla import cut_for_xla
 MOST_BYTES = 64 * 2**20
 
 # Maximum size of an embedding's gradient that is summed as a dense tensor. A GPU reads
-# and writes as much in about a millisecond. The host waits longer to count rows.
+# and writes as much in about a millisecond. To count rows, the host would wait longer.
 MOST_DENSE_BYTES = 2**30
 
 
@@ -189,8 +189,8 @@ class MicroBatchLoop:
         It can if all micro-batches are full and the batch has at most `MOST_BYTES`.
 
         Returns:
-            A tensor on the host, or None if it never can: the step is not compiled, a
-            part of the batch is ragged, or an output is not a sum.
+            A tensor on the host, or None if it never can, because the step is not
+            compiled, a part of the batch is ragged, or an output is not a sum.
         """
         if self._compiled_step is None or self._cut.is_ragged:
             return None
@@ -443,7 +443,7 @@ class _DenseSum:
     output: tf.Tensor
 
     def start(self) -> tf.Tensor:
-        """Return a zero with one element, which broadcasts to the output's shape.
+        """Return a tensor with a single zero, which broadcasts to the output's shape.
 
         Zeros in the output's shape would take the memory of a second gradient.
         """

@@ -205,8 +205,8 @@ def by_name(model: keras.Model, outputs: Nest) -> dict[str, Nest]:
     """Return the outputs by name, in order.
 
     The names are the keys of a dict, joined by `/` if dicts are nested. Otherwise they
-    are the output names of a functional model, or else the indices in a list. The only
-    output of another model has the name "".
+    are the output names of a functional model, or else the indices in a list. Any other
+    model has only one output, whose name is "".
     """
     paths_and_outputs = keras.tree.flatten_with_path(outputs)
     names = ["/".join(map(str, path)) for path, _ in paths_and_outputs]

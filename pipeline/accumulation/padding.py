@@ -232,10 +232,11 @@ def check_metric(
 
 
 def metric_weight(metric: keras.metrics.Metric, weight: tf.Tensor) -> tf.Tensor:
-    """Return the weights of padded positions with which a metric is exact.
+    """Return the weights with which a metric is exact although positions are padded.
 
     Keras' means average the weights over the positions of an example before they sum
-    them. Without this change, a position in a longer micro-batch would count less.
+    over examples. With the original weights, a position in a longer micro-batch would
+    count less.
     """
     if not isinstance(metric, keras.metrics.Mean) or not has_padded_axis(weight):
         return weight

@@ -254,7 +254,7 @@ class _Trial:
 def _trial(
     model: keras.Model, x: Nest, length: int, padding: int, seed: int
 ) -> _Trial | None:
-    """Compute a made-up example; return None if there is none for inputs like `x`.
+    """Compute a made-up example; return None if none can be made for inputs like `x`.
 
     Args:
         model: the model.

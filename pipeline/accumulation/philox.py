@@ -1,8 +1,8 @@
 """The generator Philox4x32-10 as elementwise operations, for many counters at once.
 
 TensorFlow's own operation draws the blocks of consecutive counters. Here, each block
-has any counter. The results are those of TensorFlow's operation for the same key and
-counters.
+can have any counter. The results are those of TensorFlow's operation for the same key
+and counters.
 
 The source is Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011. A round
 maps the four words c of a counter, with the two words k of the key, to

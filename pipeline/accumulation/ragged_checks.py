@@ -21,7 +21,7 @@ _LENGTHS = (3, 8)  # positions of the made-up examples
 def check_takes_ragged(
     model: keras.Model | None, batch: Nest | Share | Batches
 ) -> None:
-    """Reject ragged inputs that are cut by a number of examples, if the model fails.
+    """Reject ragged inputs, cut by a number of examples, if the model fails on them.
 
     A model that also fails with the same examples, padded, is not judged: it may need
     other values. Neither is the function that takes the place of a model, nor a model

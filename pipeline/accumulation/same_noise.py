@@ -115,8 +115,8 @@ def noise_by_position(
 
     Args:
         noisy: the layers; see `noisy_layers`.
-        keys: one seed per layer for this update (see `draw_noise_seeds`), or the key of
-            the seed.
+        keys: one seed per layer for this update (see `draw_noise_seeds`), or the key
+            made from it.
         position: position of the micro-batch's first example in the effective batch. In
             a cut by tokens, the position of each example, of shape (examples,).
         examples: number of examples in the micro-batch.

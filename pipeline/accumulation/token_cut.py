@@ -154,10 +154,11 @@ def _checked_lengths(xla_lengths: Sequence[int], pad_multiple: int) -> tuple[int
 
 
 def check_lengths_for_xla(limit: TokenLimit, jit_compile: bool | str) -> None:
-    """Reject a cut by tokens that XLA must compile if there are no lengths for it.
+    """Reject a cut by tokens that has no lengths for XLA, if XLA must compile.
 
     Raises:
-        ValueError: XLA must compile. With "auto", it does not.
+        ValueError: `jit_compile` is True and there are no lengths. With "auto", XLA
+            compiles nothing then.
     """
     if jit_compile is True and not limit.xla_lengths:
         rule = (

@@ -90,7 +90,7 @@ class _MicroBatches(NamedTuple):
 
 
 def _rounded_lengths(parts: Nest, limit: TokenLimit) -> tf.Tensor:
-    """Return the length to which XLA's micro-batches of each example are padded.
+    """Return the padded length of each example in a micro-batch that XLA compiles.
 
     It is at least the length of every ragged part. An example that is longer than all
     of `limit.xla_lengths` has its own padded length. (examples,) of int64.
@@ -115,7 +115,7 @@ def _order(lengths: tf.Tensor, costs: tf.Tensor) -> tf.Tensor:
     """Return the order of the examples: by rounded length, then by cost, descending.
 
     Sorting by cost puts the shortest examples into the last micro-batch, which is
-    padded to the longest of its own. (examples,) of int32.
+    padded to the longest example in it. (examples,) of int32.
     """
     by_cost = tf.argsort(costs, direction="DESCENDING", stable=True)
     lengths = tf.gather(lengths, by_cost)

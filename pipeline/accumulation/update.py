@@ -164,7 +164,7 @@ class Update:
         limit = micro_batch_limit(
             micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
         )
-        # A loop may halve the size after memory ran out. It is None only with tokens.
+        # A loop may halve it after memory ran out. None only with `micro_batch_tokens`.
         self.micro_batch_size: Any = micro_batch_size
         self.token_limit = limit if isinstance(limit, TokenLimit) else None
         if self.token_limit is not None:

@@ -21,8 +21,9 @@ def choose_xla_lengths(
 
     They are the lengths for `xla_lengths` of an `Update`, whose examples are padded to
     the nearest one that is not below their own length. The largest is at least the
-    longest of `lengths`. If that is more than 1,024 times `multiple`, then `multiple`
-    is replaced by its smallest multiple that is at least 1/1,024 of that.
+    longest of `lengths`. If the longest is more than 1,024 times `multiple`, then
+    `multiple` is replaced by the smallest of its multiples that are at least 1/1,024 of
+    the longest.
 
     Args:
         lengths: the lengths of the examples, or of a sample of them; or the examples as
