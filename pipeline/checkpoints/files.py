@@ -247,7 +247,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
         self.journal = journal
         self._writer: threading.Thread | None = None
         self._next_auto = time.monotonic() + AUTO_SECONDS
-        self._is_announced = False  # whether the first one due by time was announced
+        self._is_announced = False  # whether checkpoints by time were announced
         if writes:
             for incomplete in [*folder.glob(".*"), *folder.glob(f"{BEST}/.*")]:
                 _remove(incomplete)
@@ -301,7 +301,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             position = self.journal.position()
         ended = time.monotonic()
         pause = max(AUTO_SECONDS, STALLS * (ended - started))
-        # A run that ends before this has only the checkpoint at its end.
+        # A run that ends before this time writes a checkpoint only at its end.
         is_in_time = self.every == "auto" and started >= self._next_auto
         announcement = ""
         if is_in_time and not best and not self._is_announced:
@@ -413,8 +413,9 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
     def _remove_old_best(self, just_written: int | None) -> None:
         """Remove the checkpoints of earlier best evaluations.
 
-        Keep those to which a latest checkpoint refers, since the run may be resumed
-        from it. Keep the `just_written` checkpoint, too: no other refers to it yet.
+        Keep those to which one of the latest checkpoints refers, since the run may be
+        resumed from that one. Keep the `just_written` checkpoint, too: no other refers
+        to it yet.
         """
         referred = {just_written}
         for update in saved_updates(self.folder):

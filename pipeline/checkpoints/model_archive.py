@@ -1,4 +1,4 @@
-"""Loads the weights in a Keras archive into a model that the config has built."""
+"""Loads the weights in a Keras archive into a model that was built from the config."""
 
 import textwrap
 import warnings
@@ -30,7 +30,7 @@ def load_weights(model: keras.Model, archive: Path, key: str, name: str) -> None
     model.optimizer = None
     try:
         with warnings.catch_warnings():
-            # Keras only warns of layers that keep their new weights.
+            # Keras only warns about layers that keep their initial weights.
             warnings.simplefilter("error", UserWarning)
             model.load_weights(archive)
     except Exception as error:  # the file may be anything

@@ -203,8 +203,8 @@ def find_continuation(
     if key == RUN_DIR and spec.config.tracking.sweep is not None:
         key = "hydra.sweep.dir"
     if not required and spec.config.training.resume is None:
-        # Reject a new run here: the journal would then hold two runs, and the second
-        # one would never be shipped.
+        # Reject a new run here: with it, the journal would hold two runs, and the
+        # second one would never be shipped.
         raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
 
     past = LockedPast.open(run_dir, key)
@@ -259,7 +259,7 @@ def _check_rows_stay_true(
     """Reject another horizon if updates that have rows are trained again.
 
     The learning rates of these updates may depend on the horizon. Their rows cannot be
-    replaced in MLflow, so the run would keep the rows of other updates.
+    replaced in MLflow, so the run would keep rows that do not describe its updates.
 
     Args:
         recorded: the recorded config.

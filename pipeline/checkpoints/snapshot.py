@@ -52,7 +52,7 @@ IsRestored = Callable[[str], bool]
 
 _SEED = "keras' global seed"
 _SAME_PATH = " #"  # `PATH #2` is the second variable with that path.
-_REPLICA = " on replica "  # `NAME on replica 1` is a copy that differs from replica 0.
+_REPLICA = " on replica "  # `NAME on replica 1` differs from the copy on replica 0.
 _ARRAY = "__array__"  # `{"__array__": NAME}` stands for the array NAME.
 
 # Attributes that hold the state of Keras' own callbacks between epochs. `best_weights`
@@ -287,7 +287,7 @@ def check_variables_fit(
     Args:
         specs: the snapshot's `Snapshot.specs`: name, shape and dtype of each array.
         updater: the update with the model and the optimizer.
-        is_restored: selects the variables to check by name.
+        is_restored: selects, by name, the variables to check.
 
     Raises:
         ConfigError: a variable is missing on one side, or differs in shape or dtype.
@@ -403,7 +403,8 @@ def _variables(updater: Update) -> Variables:
 def _copied(variables: Variables) -> dict[str, np.ndarray]:
     """Copy variables to host memory.
 
-    Of the copies on other replicas, only those that differ from replica 0 are returned.
+    Of the copies on other replicas, only those that differ from the copy on replica 0
+    are returned.
     """
     arrays: dict[str, np.ndarray] = {}
     for name, copies in variables.items():
