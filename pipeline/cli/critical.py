@@ -243,7 +243,8 @@ def _branch_config(
         raise ConfigError(RUN, reason, rule)
     sizes = [stage.effective_batch_size for stage in stages]
     if rule == "none" and set(sizes) != {batch}:
-        # The rule of the branches would scale the rate of the earlier stages.
+        # The branches have `scaling.rule=sqrt`, which would also scale the rate of the
+        # earlier stages.
         reason = "must have one effective batch up to UPDATE, or scaling.rule=sqrt"
         raise ConfigError(RUN, reason, sizes[:-1])
     reference = scaling["reference_batch_size"] if rule == "sqrt" else batch

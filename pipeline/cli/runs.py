@@ -94,8 +94,8 @@ def runs(arguments: Sequence[str]) -> int:
     """
     query = _query(arguments)
     folders = list(run_dirs.run_dirs(query.folders))
-    # This precedes the reading, so that a run that ends in between is not taken for an
-    # interrupted one.
+    # Look for locks before the journals are read, so that a run that ends in between is
+    # not taken for an interrupted one.
     running = {folder for folder in folders if is_locked(folder / JOURNAL_NAME)}
     summaries = _summaries(folders)
     # For 200 runs, this takes 0.5 s, and collecting garbage would take 1.4 s more.
@@ -132,7 +132,7 @@ def runs(arguments: Sequence[str]) -> int:
 
 
 def _copies(listed: Iterable[ListedRun]) -> list[str]:
-    """Return one line per run that is listed more than once, as it was copied."""
+    """Return one line per run that is listed more than once because it was copied."""
     folders_by_id: dict[str, list[str]] = {}
     for run in listed:
         if run.run_id and run.run_dir is not None:
@@ -274,7 +274,7 @@ class _Shipped:
     Attributes:
         run_id: the ID of the run, or "" if no store is known to have it.
         absent: whether the store does not have the run, or does not exist.
-        lacking: the number of updates whose rows it lacks, or None if unknown.
+        lacking: the number of updates whose rows the store lacks, or None if unknown.
     """
 
     run_id: str
@@ -307,8 +307,8 @@ class _Stored:
         If the store does not answer, print why.
 
         Raises:
-            ConfigError: the query has a filter, which is wrong, or the store does not
-                answer.
+            ConfigError: the query has a filter, and the filter is wrong or the store
+                does not answer.
         """
         try:
             store = ForeignStore.open(query.uri)
@@ -415,9 +415,7 @@ class _Stored:
         return again_command(name, parent_id, self.uri)
 
     def sync_command(self, run_dir: Path, summary: JournalSummary) -> str:
-        """Return the command that uploads a run, with its store if that is a different
-        one.
-        """
+        """Return the command that uploads a run to the store that it belongs to."""
         uri = self.uri if self.is_store_of(summary) else summary.store
         return sync_command(str(run_dir), uri)
 
@@ -521,9 +519,9 @@ class _Columns:
     """The widths of the columns, in characters.
 
     Attributes:
-        experiment: that of the experiment.
-        name: that of the name.
-        metric: the largest width of a metric.
+        experiment: the width of the experiment's name.
+        name: the width of the run's name.
+        metric: the width of the metric's name.
         shared: words that all names have. They are left out of names that are too long.
     """
 
@@ -552,7 +550,7 @@ class _Columns:
 
 
 def _lines(run: ListedRun, columns: _Columns) -> list[str]:
-    """Return the line about a run, and one for each command that it waits for."""
+    """Return the line about a run, and one per command that continues or uploads it."""
     began = datetime.fromtimestamp(run.started_at / 1000)
     name = run.name
     if len(name) > columns.name:
@@ -581,7 +579,7 @@ def _lines(run: ListedRun, columns: _Columns) -> list[str]:
 
 
 def _missing(run: ListedRun) -> str:
-    """Return what the store lacks of a run."""
+    """Return the words for what the store lacks of a run."""
     if run.absent and run.run_id:
         return "absent from the store"
     if run.not_shipped:

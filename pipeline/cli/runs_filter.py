@@ -1,4 +1,4 @@
-"""Reads the words for a status in the list of `pipeline runs` from a filter string."""
+"""Reads from a filter string the words that `pipeline runs` shows for a status."""
 
 import re
 from dataclasses import dataclass

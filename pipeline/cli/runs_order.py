@@ -38,8 +38,8 @@ def sorted_runs(
 ) -> list[ListedRun]:
     """Return the runs in the order of a column, or of a metric, the best one first.
 
-    Runs without a value come last, and those of equal values begin with the newest. If
-    the key is a metric, the runs show this metric.
+    Runs without a value come last. Of runs with equal values, the newest comes first.
+    If the key is a metric, the runs show this metric.
 
     Args:
         entries: the runs.
@@ -73,7 +73,7 @@ def sorted_runs(
 
 
 def _metric_of(runs: Sequence[ListedRun], column: str) -> str:
-    """Return the metric of a column of results."""
+    """Return the metric whose values a column shows; empty if it shows none."""
     metrics = {run.metric for run in runs if getattr(run, column) is not None}
     if len(metrics) > 1:
         rule = "must be a metric, since this column has values of several metrics"
@@ -100,7 +100,7 @@ def _showing(entry: Entry, metric: str) -> ListedRun:
 
 
 def _is_lower_better(metric: str, entries: Sequence[Entry]) -> bool:
-    """Return whether lower values of a metric are better, as reports decide it."""
+    """Return whether lower values of a metric are better, by the rule of reports."""
     from pipeline.report import metric_direction  # imports NumPy
 
     params_of_runs = []

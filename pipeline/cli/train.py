@@ -106,8 +106,8 @@ def _to_repeat(
 def sweep(arguments: Sequence[str]) -> int:
     """Run the multirun in `sweeps/NAME.yaml`, from this folder or from the package.
 
-    With --again, NAME may also name a sweep of `pipeline train -m`: this name is
-    `multirun`, or the value of --config-name.
+    With --again, NAME may also name a sweep of `pipeline train -m`: the name of such a
+    sweep is `multirun`, or the value of --config-name.
     """
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
@@ -183,7 +183,7 @@ def _is_config(name: str, config_dir: str | None) -> bool:
     if name == MULTIRUN:
         return True
     path = Path(f"{name.removesuffix('.yaml')}.yaml")
-    # The name may have been copied from a store, which must not lead out of the folders.
+    # The name may have been copied from a store. It must not lead out of the folders.
     if path.is_absolute() or ".." in path.parts:
         return False
     folders = compose.config_folders()
@@ -223,8 +223,8 @@ def _sweep_file_arguments(name: str, file: Path, config_dir: str | None) -> list
 def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
     """Return a line for each group that the user selects and the sweep file also sets.
 
-    For example, `model=mlp` keeps `model.width` of the file, which another model may
-    not have.
+    For example, with `model=mlp`, the `model.width` of the file remains set, although
+    that model may not have it.
 
     Raises:
         ConfigError: the file has too many values.
@@ -379,7 +379,7 @@ def _recorded_overrides(
 
 
 def _config_of_place(file: Sequence[str], overrides: Sequence[str]) -> DictConfig:
-    """Return the config of a sweep's store, trust settings and data.
+    """Return the config with only those overrides that set the store, trust or data.
 
     Other overrides are left out: swept values would give several configs.
     """
