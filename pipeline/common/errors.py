@@ -144,7 +144,8 @@ class Parser(argparse.ArgumentParser):
     """The argument parser of a verb.
 
     It raises a `ConfigError` for a wrong command line. Its usage line ends with
-    `[overrides]`: every verb also takes overrides, which this parser does not read.
+    `[overrides]`, because every verb also takes overrides, which this parser does not
+    read.
     """
 
     def format_help(self) -> str:

@@ -4,7 +4,7 @@ import glob
 import os
 from pathlib import Path
 
-# The files of a folder that are texts, by their suffixes.
+# Files in a folder count as texts if they have one of these suffixes.
 TEXT_SUFFIXES = (".jsonl", ".txt")
 
 

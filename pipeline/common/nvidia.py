@@ -119,7 +119,7 @@ class _MissingGpu(NamedTuple):
 
     Attributes:
         reason: the reason.
-        rule: the rule for `hardware.device` that follows from it.
+        rule: the rule for `hardware.device` that follows from the reason.
         is_fault: whether TensorFlow should have listed a GPU.
     """
 
