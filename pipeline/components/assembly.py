@@ -75,7 +75,8 @@ class Parts:
     """The parts of a run, ready for training."""
 
     # `dataset.in_memory` is decided. So are `hardware.fused_attention` and
-    # `hardware.xla_lengths`, unless `hardware.xla` is `fastest`: `with_xla` decides.
+    # `hardware.xla_lengths`, unless `hardware.xla` is `fastest`: then `with_xla`
+    # decides.
     spec: RunSpec
     devices: Devices
     data: Data
@@ -98,7 +99,7 @@ class Parts:
         cut = self.spec.largest
         # The noise scale compares the gradients of several micro-batches. A loss over
         # the effective batch has no gradient per micro-batch.
-        # Micro-batches of a cut by tokens are sorted, so they are no random samples.
+        # Micro-batches of a cut by tokens are sorted, so they are not random samples.
         noise_every = 0
         has_samples = cut.is_cut and not self.spec.cuts_by_tokens
         if has_samples and not training.over_batch:

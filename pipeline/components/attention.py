@@ -60,7 +60,7 @@ def decide(
     hardware = spec.config.hardware
     is_required = hardware.fused_attention is True
     if hardware.fused_attention is False or spec.times_xla:
-        # `xla_choice` decides for each way that it times.
+        # `xla_choice` calls this for each of the variants that it times.
         return spec, run_devices
 
     reasons: list[str] = []

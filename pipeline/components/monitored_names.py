@@ -23,8 +23,8 @@ def check(
     """Reject a Keras callback that monitors a name that no epoch can log.
 
     A callback of the user's own may add any metric to the logs. If there is one, only a
-    name that a metric has in MLflow, such as `val/loss`, is rejected. For another name,
-    return a line.
+    name that a metric has in MLflow, such as `val/loss`, is rejected. For a name that
+    only such a callback can log, return a line that says so.
 
     Args:
         callbacks: the callbacks, by their names in the config.
@@ -33,8 +33,8 @@ def check(
         results: the names of the loss and the metrics of an evaluation.
 
     Raises:
-        ConfigError: a callback monitors another name. The message lists the names that
-            the logs can have.
+        ConfigError: a callback monitors a name that is rejected. The message lists the
+            names that the logs can have.
     """
     choices = []
     if data.validation is not None:

@@ -280,7 +280,7 @@ def _callback(node: DictConfig, name: str) -> keras.callbacks.Callback:
             "on_epoch_end and the trained model already have the averaged weights"
         )
         raise ConfigError(f"{key}._target_", rule, kind)
-    # Without a value, ModelCheckpoint saves as if it were the best one.
+    # If the monitored value is missing, ModelCheckpoint saves as if it were the best.
     is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
     if is_checkpoint and callback.save_best_only and callback.save_freq != "epoch":
         if callback.monitor.startswith("val_"):

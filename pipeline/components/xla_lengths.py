@@ -17,7 +17,7 @@ MOST_ON_CPU = 16
 # Number of examples of a stream whose lengths are read. A split in memory is read
 # whole.
 _MOST_OF_STREAM = 16_384
-# Effective batches that are cut to find out how much padding the lengths cost.
+# Number of effective batches to cut, to find out how much padding the lengths cost.
 _BATCHES_CUT = 16
 
 
@@ -93,7 +93,7 @@ class _Sample:
 
     @classmethod
     def of(cls, spec: RunSpec, data: Data) -> "_Sample":
-        """Return the lengths of the training examples, or of the first of a stream."""
+        """Return the lengths of all training examples, or of a stream's first ones."""
         split = data.train
         if not spec.dataset.get("in_memory", True):
             split = split.take(_MOST_OF_STREAM)
@@ -111,7 +111,7 @@ class _Sample:
         return self.lengths.max(axis=1)
 
     def cost(self, spec: RunSpec, xla_lengths: tuple[int, ...]) -> float:
-        """Return the extra positions of XLA's cut, as a share of the other cut's."""
+        """Return how many more positions XLA's cut has, relative to the other cut."""
         limit = internals.TokenLimit(
             spec.batching.micro_batch_tokens or 1,
             spec.config.accumulation.micro_batch_size,
