@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-# Matches an override of one class, whose value is a scalar, or several for a sweep.
+# Matches an override of the weight of one class: a scalar, or several for a sweep.
 _CLASS_WEIGHT = re.compile(r"(\+{0,2}training\.class_weight)\.(\d+)=([^(){}\[\]]+)")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)[\w.@/-]+=.*|~[\w.@/-]+", re.DOTALL)
 
@@ -32,8 +32,8 @@ def names_and_overrides(words: Iterable[str]) -> tuple[list[str], list[str]]:
 def with_class_index(override: str) -> str:
     """Return an override of one class's weight as a mapping: `…={1: 5}` for `….1=5`.
 
-    Hydra reads the last part of a dotted key as text. So it would neither find class 1,
-    which is a number, nor add it. Other overrides are returned unchanged.
+    Hydra reads the last part of a dotted key as text. So Hydra would neither find class
+    1, which is a number, nor add it. Other overrides are returned unchanged.
     """
     match = _CLASS_WEIGHT.fullmatch(override)
     if match is None:

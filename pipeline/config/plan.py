@@ -17,8 +17,8 @@ from pipeline.config.stages import SCHEDULE, ScheduledStage, Slice, Stage
 # Tag with the cuts of a run whose micro-batches were halved, in words.
 HALVED = "micro_batch_size.halved"
 # Tag with the same cuts as JSON: [[limit of a micro-batch, last update], …]. The limit
-# is in tokens if batches are cut so, or in examples. The last update of the last cut is
-# null.
+# is in tokens if batches are cut by tokens, else in examples. The last update of the
+# last cut is null.
 CUTS = f"{HALVED}.json"
 # Number of updates that stands for an unknown or unlimited number.
 ENDLESS = 2**31 - 1
@@ -457,7 +457,7 @@ class StreamPlan(RunPlan):
     whole_epochs: int | None = None
     cut: bool = True
     # `_steps[n]` is the number of micro-steps in the first n updates. The list is a
-    # cache that grows as `windows` does, so it is no part of the plan's value.
+    # cache that grows as `windows` does, so it is not part of the plan's value.
     _steps: list[int] = field(default_factory=lambda: [0], init=False, compare=False)
 
     @property
