@@ -1,4 +1,4 @@
-"""Finds the example and the file that cannot be read.
+"""Finds the example that cannot be read, and its file.
 
 TensorFlow's error gives only the reason.
 """

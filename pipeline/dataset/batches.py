@@ -207,7 +207,8 @@ def evaluation_batches(
 def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
     """Return the first `count` examples of a split as a batch.
 
-    With a loader, the batch may be smaller, because it is cut from its first batch.
+    With a loader, the batch may be smaller, because it is cut from the loader's first
+    batch.
     """
     if name not in data.loaders:
         return next(iter(in_order(data.splits[name], count, pad)))
@@ -217,8 +218,8 @@ def first_examples(data: Data, name: str, count: int, pad: Any) -> tuple:
 def one_class(node: DictConfig, data: Data, seed: int) -> str:
     """Return a warning if the first shuffle buffer has examples of only one class.
 
-    Otherwise, return "". The result is also "" for data in memory, without class labels
-    or from loaders.
+    Otherwise, return "". The result is also "" for data in memory, for data without
+    class labels, and for loaders.
     """
     if node.get("in_memory", True) or data.loaders or not _has_class_labels(data):
         return ""

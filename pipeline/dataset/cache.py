@@ -77,8 +77,8 @@ def decide_in_memory(
 def shuffles_files(node: DictConfig, data: Data) -> bool:
     """Return whether streamed training examples come from files in a shuffled order.
 
-    This takes `dataset.shuffle_files` and a dataset that can read its files in such an
-    order.
+    This requires `dataset.shuffle_files` and a dataset that can read its files in such
+    an order.
     """
     if not node.get("shuffle_files"):
         return False

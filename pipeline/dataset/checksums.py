@@ -137,8 +137,8 @@ class DataFiles:
     def _computed(self) -> dict[str, str]:
         for path in self.paths:
             checksum = sha256_of(path)
-            # The checksum of a file that has changed is not that of the data on which
-            # the run began, so it may not excuse the change.
+            # Do not keep the checksum of a file that has already changed: it is not
+            # that of the data on which the run began, and would hide the change.
             if self._looks_unchanged(path):
                 self._checksums_by_path[path] = checksum
 

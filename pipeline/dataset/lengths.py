@@ -131,8 +131,8 @@ def _check_length(spec: Any, key: str, received: str) -> None:
 
     Args:
         spec: the spec of the length, or the traced length.
-        key: the config key that gives it.
-        received: its name.
+        key: the config key that gives the length.
+        received: the name of the part or of the function that gives the length.
     """
     is_tensor = isinstance(spec, tf.TensorSpec) or tf.is_tensor(spec)
     if is_tensor and spec.dtype.is_integer and spec.shape.rank == 0:

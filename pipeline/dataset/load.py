@@ -75,7 +75,7 @@ def load(node: DictConfig, *, prepare: bool = True) -> Data:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a dataset that was once defined here: a config may name it by this module.
+    """Return a dataset that was once defined here; configs may still name it so.
 
     Importing it only when it is used saves the import of TFDS, which takes seconds.
     """

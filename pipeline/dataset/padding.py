@@ -229,7 +229,8 @@ def _in_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
     """Return the padding value in the dtype of a part; for strings, return "".
 
     Raises:
-        ConfigError: the part has integers, and the value is not such an integer.
+        ConfigError: the part has integers, and the value is not an integer of their
+            type.
     """
     if dtype == tf.string:
         return tf.constant("")

@@ -107,7 +107,7 @@ def of_files(
         files: path, folder or pattern, or a list of them; see `file_patterns.matching`.
         validation: the same for the validation split, or a share of the texts, or None.
         test: the same for the test split.
-        form: how the files have the texts.
+        form: how the files store the texts.
 
     Raises:
         ConfigError: a pattern matches no file, no file is left for training, a file is

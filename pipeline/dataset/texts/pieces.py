@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupCounts:
-    """The numbers of texts, pieces and tokens in a group of texts.
+    """The numbers of texts and pieces in a group of texts.
 
     Attributes:
         texts, short: see `Chunk`.
@@ -60,8 +60,8 @@ class SplitTokens:
     Attributes:
         chunks_of_group: a function from the number of a group, scalar of int64, to a
             dataset with the tokens, int32, and the lengths, int64, of its chunks.
-        counts: the numbers of what is in each group.
-        files: the file of each group with its tokens, or none without a cache.
+        counts: the counts of each group.
+        files: the files with the tokens, one per group; empty without a cache.
     """
 
     chunks_of_group: Callable[[tf.Tensor], tf.data.Dataset]

@@ -11,7 +11,7 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError, described
 from pipeline.dataset import tfds_files
 
-# What is one text of a file; named as in `load_dataset("text", sample_by=…)` of
+# What counts as one text of a file; named as in `load_dataset("text", sample_by=…)` of
 # Hugging Face.
 SAMPLES = ("line", "paragraph", "document")
 _MOST_GROUPS = 256  # number of groups, and so of files of a token cache, per split

@@ -150,7 +150,7 @@ def _identity(
 
 
 def _data(texts: Corpus, encoder: Tokenizer, tokens: Mapping[str, SplitTokens]) -> Data:
-    """Return the examples of all splits, and what a record has about them."""
+    """Return the examples of all splits, and what a run records about them."""
     shards = {}
     examples = {}
     for part, split in tokens.items():

@@ -83,7 +83,7 @@ def _reader(
     Args:
         folder: the folder of the cache.
         name: the name of the split.
-        counts: the numbers of what is in each group.
+        counts: the `GroupCounts` of each group.
         dtype: the type in which tokens are stored.
     """
     files = [_file(folder, name, group) for group in range(len(counts))]
@@ -154,7 +154,7 @@ def _record(chunk: Chunk, dtype: type) -> bytes:
 def _read_index(
     folder: Path, splits: Mapping[str, TokenizedSplit]
 ) -> dict[str, list[GroupCounts]]:
-    """Return the numbers of what is in each group of each split.
+    """Return the `GroupCounts` of each group, by the name of the split.
 
     Raises:
         ConfigError: the index is missing or damaged.
