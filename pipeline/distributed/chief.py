@@ -212,7 +212,7 @@ class Chief(AbstractContextManager["Chief"]):
         return self.reductions_ready
 
     def _on_lost(self, lost: LostWorker) -> None:
-        """Kill a hanging worker, if the chief started it: TensorFlow detects its death.
+        """Kill a hanging worker that the chief started: TensorFlow detects its death.
 
         While TensorFlow waits for workers to join, it does not detect a loss. In that
         case, end this process after `JOINING` seconds.
