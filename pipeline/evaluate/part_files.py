@@ -91,7 +91,7 @@ class PartFiles:
 def check_free(out: Path) -> None:
     """Check that a file does not exist, and can be created.
 
-    The parts of a file that exists are removed: it is complete.
+    If the file exists, its parts are removed, because it is complete.
 
     Raises:
         ConfigError: the file exists, or its folder does not exist.
@@ -105,8 +105,7 @@ def check_free(out: Path) -> None:
 
 @contextmanager
 def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
-    """Yield the parts of a file; create their folder, or continue after the parts in
-    it.
+    """Yield the parts of a file: new ones, or those that an earlier command began.
 
     Args:
         out: the file to write.

@@ -163,7 +163,7 @@ def _found(request: Request, folder: Path) -> Iterator[Subject]:
 
 @contextmanager
 def _offering(run_dir: Path | None) -> Iterator[None]:
-    """Name the run directory in an error about code of the record in the store.
+    """If the store's record names code that is not allowed, suggest the run directory.
 
     The directory needs no `--allow`, as it is trusted like your own files.
     """
@@ -223,7 +223,7 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
 
 
 def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
-    """Return the model of the selected update that a run has logged, or its last one."""
+    """Return the model that a run logged after the selected update, or the last one."""
     models = model_registry.of_run(store, run, "RUN")
     if not selected:
         return models[max(models)]
@@ -293,7 +293,7 @@ def _without_training(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _on_one_replica(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of one replica, with the batches of the run's first updates."""
+    """Return the config for one replica, with the batch sizes of the first updates."""
     hardware = dict(config.get("hardware") or {})
     replicas = hardware.get("replicas", 1) * (hardware.get("workers") or 1)
     hardware["replicas"] = 1
