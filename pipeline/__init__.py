@@ -9,12 +9,12 @@ __version__ = "0.2.0"
 
 
 def log(name: str, value: float) -> None:
-    """Log a value as `train/NAME` of the run that trains in this process.
+    """Log a value as `train/NAME` in the run that trains in this process.
 
-    A callback may call it, or the host code of a layer. The value belongs to the update
-    that is being computed, or otherwise to the last one; if a name gets several values
-    in one update, only the first counts. Nothing is logged outside a run, in an
-    evaluation, or on a worker other than the chief.
+    A callback, or the host code of a layer, may call this function. The value belongs
+    to the update that is being computed, or between updates to the last one; if a name
+    gets several values in one update, only the first counts. Nothing is logged outside
+    a run, in an evaluation, or on a worker other than the chief.
 
     Args:
         name: the metric's name, without `train/`.
