@@ -16,9 +16,9 @@ W is computed before the first forward pass. If that is impossible, because the 
 computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ dᵢ over
 micro-batch k, and S is divided by W at the end.
 
-In both cases, S is the gradient of the mean over the effective batch, for all sizes of
-micro-batches, sample weights and masks. The mean of the micro-batch means,
-Σₖ (∇Lₖ/Wₖ) / K, equals S only if all Wₖ are equal.
+In both cases, S is the gradient of the mean over the effective batch, whatever the
+sizes of the micro-batches, the sample weights and the masks. The mean of the
+micro-batch means, Σₖ (∇Lₖ/Wₖ) / K, equals S only if all Wₖ are equal.
 
 `Update` runs the last line; this module runs the others.
 """
@@ -127,8 +127,8 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     Returns:
         The sums over the batch. `sums.gradients()` returns the gradients that one large
         batch would have given, in the order of the variables. With
-        `micro_batch_tokens`, `sums.cut` has the number of micro-batches, of tokens and
-        of computed positions.
+        `micro_batch_tokens`, `sums.cut` has the numbers of micro-batches, tokens and
+        computed positions.
 
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
@@ -249,8 +249,8 @@ class BatchContext(NamedTuple):
             the cut. If empty, Keras draws the noise for each micro-batch.
         output_gradients: gradients of losses over the effective batch with respect to
             the outputs, in the order of `over_effective_batch.differentiable`. The
-            micro-steps backpropagate them to the variables, and compute no loss but
-            those that the model adds.
+            micro-steps backpropagate them to the variables, and compute only the losses
+            that the model adds.
     """
 
     totals: BatchTotals

@@ -56,8 +56,8 @@ class AccumulatingModel(keras.Model):
             way. `predict` pads a batch to its longest example.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
-        xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles, if
-            `compile` has it do so; see `Update`.
+        xla_lengths: with `micro_batch_tokens`, the lengths for which XLA compiles if
+            `compile` turns XLA on; see `Update`.
         same_noise: whether the noise of Keras' dropout and noise layers is independent
             of the micro-batch size; see `Update`.
         loss_over: "effective_batch" for losses that compare several examples; see
@@ -189,7 +189,7 @@ class AccumulatingModel(keras.Model):
 
         With `jit_compile`, XLA compiles each forward and backward pass and each
         evaluation step. "auto" compiles them if a plain `fit` would be compiled, except
-        under a strategy, and for ragged input without `xla_lengths`.
+        under a strategy or for ragged input without `xla_lengths`.
 
         Raises:
             ValueError: the optimizer has `gradient_accumulation_steps`, `run_eagerly`

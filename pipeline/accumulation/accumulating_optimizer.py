@@ -60,8 +60,8 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     They must come from Keras' losses, which divide by the number of replicas.
 
     Args:
-        inner: any optimizer. If it is a `LossScaleOptimizer`, one non-finite gradient
-            skips the whole update.
+        inner: any optimizer. If it is a `LossScaleOptimizer`, it skips the whole update
+            if one gradient is not finite.
         factor: number of gradients per update, at least 1.
         name: name of this optimizer.
 
@@ -395,10 +395,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
     ) -> None:
         """Apply the averages of the variables that had a gradient, in a traced step.
 
-        Keras needs these variables during tracing, but they are known only at run time.
-        So one step is traced per case, and one of these steps runs. Variables that have
-        so far had their gradients in the same parts form a set, and a case is a
-        combination of sets that have gradients.
+        Keras needs to know these variables during tracing, but they become known only
+        at run time. So one step is traced per case, and one of these steps runs.
+        Variables that have so far had their gradients in the same parts form a set, and
+        a case is a combination of sets that have gradients.
         """
         groups = self._sets_beside(present)
         if not groups:

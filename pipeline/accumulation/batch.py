@@ -49,7 +49,7 @@ class Share(NamedTuple):
 
 
 class Batches(NamedTuple):
-    """Several batches that make one update. No micro-batch spans two of them.
+    """Several batches that make up one update. No micro-batch spans two of them.
 
     Attributes:
         batch: `(x, y)` or `(x, y, sample_weight)` with the examples of all batches in

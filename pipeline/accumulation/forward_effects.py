@@ -34,7 +34,7 @@ class Forward:
         assigned: variables that the pass assigns: moving statistics, other states, and
             the seeds of layers.
         cut_dependent_noise: names of layers and operations whose noise depends on the
-            cut, as they draw new noise for each micro-batch.
+            cut, because they draw new noise for each micro-batch.
         drawing_by_position: layers whose noise for an example depends on its position
             in the effective batch, and so not on the cut.
     """

@@ -29,7 +29,7 @@ from .padding import padded_length, sequences_in
 # fewer is worth any padding.
 _MICRO_BATCH = 2**40
 
-# Each length is compiled by itself, which takes seconds to minutes.
+# XLA compiles once for each length, which takes seconds to minutes.
 MOST_XLA_LENGTHS = 32
 
 

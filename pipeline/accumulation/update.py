@@ -100,11 +100,12 @@ class Update:
         hold_statistics: whether the moving statistics of BatchNormalization are updated
             once per update, from the effective batch, instead of in each micro-batch.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
-            micro-batch is not compiled, nor are `Batches`, as XLA would compile once
-            per size. For "auto", see `compiled_by_xla`. After an update was traced, the
-            attribute `compiled` holds the decision. In a cut by tokens, the attribute
-            `compiled_lengths` is then a scalar tensor of the same trace, or None: bit i
-            is set if XLA computed a micro-batch of the length `xla_lengths[i]`.
+            micro-batch is not compiled, nor are `Batches`, because XLA would compile
+            once per size. For "auto", see `compiled_by_xla`. After an update was
+            traced, the attribute `compiled` holds the decision. In a cut by tokens, the
+            attribute `compiled_lengths` is then a scalar tensor of the same trace, or
+            None: bit i is set if XLA computed a micro-batch of the length
+            `xla_lengths[i]`.
         xla_scope: what XLA compiles if it compiles the passes. "step" compiles the
             passes alone. On one device, "apply" also compiles the norm and the
             optimizer's step, as one program. If the gradient of an embedding is sparse,
