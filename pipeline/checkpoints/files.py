@@ -10,9 +10,10 @@ to the disk, verifies it, and renames it. A folder with its final name is theref
 complete, even if the process is killed. The manifest reveals a file that was damaged
 later.
 
-Before a checkpoint is written, the rows of all updates so far are in the journal, and
-the journal is synced. The checkpoint records the position in the journal: the number of
-bytes, and their checksum. So a run is never resumed after updates whose rows are lost.
+Before a checkpoint is written, the rows of all updates so far are added to the journal,
+and the journal is synced. The checkpoint records the position in the journal: the
+number of bytes, and their checksum. So a run is never resumed after updates whose rows
+are lost.
 
 `Checkpoints.due` decides after which updates a checkpoint is written, according to
 `training.checkpoint_every`. The training loop calls it after each update. The
