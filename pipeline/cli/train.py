@@ -74,7 +74,7 @@ def _command_of_multirun(arguments: Sequence[str], run_id: str) -> list[str]:
 def _again_arguments(name: str, run_id: str, config_dir: str | None) -> list[str]:
     """Return `sweep NAME --again RUN_ID`, with the config folder if it must be named.
 
-    The user's own folder `conf` is found by itself.
+    The user's own folder `conf` is found without being named.
     """
     command = ["sweep", name, "--again", run_id]
     if config_dir and config_dir != compose.own_folder():
