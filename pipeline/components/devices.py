@@ -35,13 +35,13 @@ class Devices:
     gpus: Sequence[int] = ()  # indices into the GPUs that TensorFlow lists
 
     def agree(self, holds: bool) -> bool:
-        """Return whether `holds` is true on every worker. All workers must call it."""
+        """Return whether `holds` is true on all workers. All must call this."""
         if self.workers == 1:
             return holds
         return self._sum(int(holds)) == self.strategy.num_replicas_in_sync
 
     def same(self, number: int) -> bool:
-        """Return whether `number` is the same on all workers. All of them must call it.
+        """Return whether `number` is the same on all workers. All must call this.
 
         Args:
             number: an integer of up to 24 bits; larger ones could overflow the
