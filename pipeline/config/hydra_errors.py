@@ -32,7 +32,8 @@ _NULLABLE_GROUPS = {
     for key in schema.keys_in(schema.Config)
     if key.name.count(".") > 1
 }
-# Beginnings of the keys whose value may be of any type, and of those below them.
+# Names, with a dot, of the keys whose value may be of any type. Each is also the prefix
+# of the keys below that key.
 _BELOW_ANY_TYPE = tuple(
     f"{key.name}." for key in schema.keys_in(schema.Config) if key.hint is Any
 )

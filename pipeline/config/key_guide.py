@@ -233,7 +233,8 @@ def described(key: str, config_folder: Path) -> Description:
 def choice_keys(file: Path) -> list[ChoiceKey]:
     """Return the keys at the top level of a config file, without `_target_`.
 
-    The value of a key whose lines are indented below it is an empty text.
+    If the value of a key is on indented lines below the key, an empty text is returned
+    for it.
     """
     keys = []
     for line in file.read_text(encoding="utf-8").splitlines():

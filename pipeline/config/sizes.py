@@ -67,7 +67,7 @@ class Batching:
 
     @property
     def limit(self) -> int:
-        """The limit of a micro-batch: in tokens if batches are cut so, or in examples."""
+        """A micro-batch's limit: in tokens in a cut by tokens, else in examples."""
         if self.micro_batch_tokens is not None:
             return self.micro_batch_tokens
         return self.micro_batch_size
