@@ -171,7 +171,7 @@ def stream_batches(
 ) -> tf.data.Dataset:
     """Return the effective batches of a stream after the first `first_update` ones.
 
-    Each element is a `Batches`, the batches of a user's loader that make one update.
+    Each element is a `Batches`, the batches of a user's loader that make up one update.
     """
     batches = map_batches(stream.batches(first_update), _cast_to_floatx)
     if weigh is not None:

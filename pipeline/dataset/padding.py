@@ -1,6 +1,6 @@
 """Pads examples of unequal length to dense batches, for `dataset.pad`.
 
-Sample weights of 0 mask padded labels.
+Padded labels are masked by sample weights of 0.
 """
 
 from collections.abc import Callable, Mapping

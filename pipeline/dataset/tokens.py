@@ -24,8 +24,9 @@ def counter(
 
     Returns:
         A function from a batch to the number of tokens, scalar of int64, or None if no
-        part of the inputs is a sequence. It raises a ValueError for a `Share` if some
-        positions do not count: a worker does not know those of other workers.
+        part of the inputs is a sequence. The function raises a ValueError for a `Share`
+        if some positions do not count, because a worker does not know the positions of
+        other workers.
     """
     specs = tf.nest.flatten(inputs)
     positions = [n for n, spec in enumerate(specs) if _is_sequence(spec)]
