@@ -1,7 +1,7 @@
 """Connections between processes: either side may send a line of JSON at any time.
 
 A message can be sealed with an HMAC. The HMAC proves that the sender knows a secret,
-without sending the secret. It covers the challenge of the connection, so that a
+without revealing the secret. It covers the challenge of the connection, so that a
 recorded message cannot be sent again over another connection.
 """
 
