@@ -84,7 +84,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     weighted_metrics: Metrics = (),
     scale_loss: Callable[[tf.Tensor], tf.Tensor] | None = None,
 ) -> GradientSums:
-    """Run `batch` forward and backward in micro-batches; return losses and gradients.
+    """Return the losses and the gradients of `batch`, computed in micro-batches.
 
     The peak memory is that of one micro-batch plus one gradient, whatever the size of
     `batch`. With several losses, each loss whose weight depends on a mask that the

@@ -253,7 +253,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def distribute_strategy(self) -> _Undistributed:
-        """The strategy for Keras' loops, which does not distribute batches."""
+        """The strategy for Keras' loops; it does not distribute batches."""
         return _Undistributed(self._strategy)
 
     def train_step(self, data: Nest) -> dict[str, tf.Tensor]:
@@ -440,7 +440,7 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
         output_means[f"{name}_loss"] = compiled.mean
 
     metrics, weighted_metrics = compiled_metrics(model, names)
-    losses_by_output = None  # without any loss the model learns from `add_loss`
+    losses_by_output = None  # without any loss, the model learns from `add_loss`
     if losses:
         losses_by_output = {name: losses.get(name) for name in names}
     objective = Objective(

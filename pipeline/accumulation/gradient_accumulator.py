@@ -190,7 +190,7 @@ class GradientAccumulator(tf.Module):
         such as that of a regularizer alone, must not be added then, so it waits for all
         other gradients. If each gradient waited for all others, all would be in memory
         at once. So a gradient that depends on the batch waits only for the gradients in
-        `uncertain`, so that nothing is added if a shape is wrong.
+        `uncertain`: if a shape is wrong, nothing is added.
 
         Args:
             present: the gradients.

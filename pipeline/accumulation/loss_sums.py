@@ -462,7 +462,7 @@ def _by_sample_weights(
     weighting: _Weighting,
     totals: BatchTotals | None,
 ) -> WeightedSum:
-    """Return the sum of a loss that is divided by the sum of its weights.
+    """Return the sum for a loss that divides by the sum of the weights.
 
     `result` is the return value of the loss.
     """
@@ -487,7 +487,7 @@ def _by_elements(
     micro_batch_examples: tf.Tensor,
     batch_elements: tf.Tensor | None,
 ) -> WeightedSum:
-    """Return the sum of a loss that is divided by its number of unmasked elements.
+    """Return the sum for a loss that divides by the number of its unmasked elements.
 
     `result` is the return value of the loss. `batch_elements` is the number of elements
     in the batch before masking, or None if it is unknown.

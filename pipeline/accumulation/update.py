@@ -370,7 +370,7 @@ class Update:
     def _in_one_program(
         self, batch: Nest | Share | Batches, loop: MicroBatchLoop
     ) -> _Step | None:
-        """Run the update as one compiled program, or as steps if the batch is uneven.
+        """Run the update as one compiled program; in steps if the batch does not fit.
 
         Return None, without running anything, if no batch can be run as one program.
         """
