@@ -204,7 +204,7 @@ class ModelStart:
         """Load the weights into the model, and keep a copy of them for `take`.
 
         Raises:
-            ConfigError: they do not fit, or cannot be downloaded.
+            ConfigError: the weights do not fit, or cannot be downloaded.
         """
         from pipeline.accumulation import internals
         from pipeline.checkpoints import model_archive, snapshot

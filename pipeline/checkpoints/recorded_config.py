@@ -22,7 +22,7 @@ _GROUPS = (
     "tracking",
 )
 FORM = dict.fromkeys(_GROUPS, dict)  # the form of config.yaml
-# Hint in the error about a record in a run directory that cannot be read.
+# Hint in the error about an unreadable record in a run directory.
 COPY = "MLflow has a copy among the artifacts of the run"
 
 
