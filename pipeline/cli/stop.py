@@ -126,7 +126,7 @@ def _stop_run(run_dir: Path, config: DictConfig, overrides: Sequence[str]) -> No
 
 
 def _stop_in_store(start: str, config: DictConfig) -> None:
-    """Ask the run or sweep of the configured store whose ID begins with `start` to end.
+    """Ask the run or sweep whose ID in the configured store begins with `start` to end.
 
     Raises:
         ConfigError: there is no such run, or it is not running.
