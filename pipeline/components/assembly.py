@@ -409,7 +409,7 @@ class _Planned:
 
 
 def _with_smaller_batches(spec: RunSpec, data: Data) -> RunSpec:
-    """Return a spec whose effective batch is at most the training split."""
+    """Return a spec whose effective batch is not larger than the training split."""
     if data.loaders or spec.batching.effective_batch_size <= data.examples:
         return spec
     batching = spec.batching.with_effective_batch_size(data.examples)
@@ -496,7 +496,7 @@ def _reading(
 
 @contextmanager
 def _reading_for_training(spec: RunSpec, source: _Source) -> Iterator[None]:
-    """Apply `_reading` to the training split; errors name any augmentation."""
+    """Apply `_reading` to the training split; errors also name an augmentation."""
     augment = spec.dataset.get("augment")
     node = augment or spec.dataset
     key = "dataset" if augment is None else "dataset.augment"

@@ -1,4 +1,4 @@
-"""Resolves the patterns by which a config excludes variables from a part of a step.
+"""Resolves the patterns that exclude variables from a part of the optimizer's step.
 
     optimizer.exclude_from_decay   variables whose weights do not decay
     optimizer.exclude_layers       variables that take Adam's step in place of Muon's
