@@ -128,7 +128,8 @@ def is_named(environment: Mapping[str, str]) -> bool:
     If it does, the chief does not start the other workers.
 
     Raises:
-        ConfigError: the number of tasks in the Slurm step is not a number.
+        ConfigError: the variable with the number of tasks in the Slurm step is not a
+            number.
     """
     if environment.get("TF_CONFIG"):
         return True

@@ -39,9 +39,9 @@ def folders() -> Sequence[str]:
 def _folder(entry: EntryPoint) -> Path | None:
     """Return the folder that an entry point names, or None if there is none.
 
-    The package is only located, not imported, because an import may take long. To
-    locate a submodule would import its parent packages, so only the top-level package
-    is located.
+    The package is only located, not imported, because an import may take long. Locating
+    a submodule would import its parent packages, so only the top-level package is
+    located.
     """
     package, *names = entry.value.split(".")
     try:

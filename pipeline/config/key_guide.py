@@ -213,7 +213,7 @@ def described(key: str, config_folder: Path) -> Description:
     """Return the description of a key.
 
     Args:
-        key: a dotted name: a key of the schema, or an argument of a node.
+        key: the dotted name of a key of the schema, or of an argument of a node.
         config_folder: the folder with the config groups. An argument is described in
             the first choice of its group that has it with a comment.
 

@@ -254,7 +254,8 @@ class Plan(RunPlan):
             if epoch < end_epoch:
                 slices.append(Slice(size, end_epoch, epoch, first))
                 first = 0
-            # The size changes within an epoch: read its beginning with this size.
+            # The size changes within an epoch: read the epoch's beginning with this
+            # size.
             if first < end_example:
                 read = end_example - first
                 slices.append(Slice(size, end_epoch + 1, end_epoch, first, read))

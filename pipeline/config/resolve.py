@@ -370,7 +370,7 @@ def _check_any_batch_size(composed: DictConfig) -> None:
 
 
 def _check_fastest_xla(spec: RunSpec) -> None:
-    """Reject `hardware.xla=fastest` with several replicas: only one can be timed."""
+    """Reject `hardware.xla=fastest` with several replicas, which cannot be timed."""
     replicas = spec.batching.replicas
     if spec.times_xla and replicas > 1:
         rule = (
