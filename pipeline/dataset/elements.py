@@ -87,8 +87,8 @@ def _named(nest: Any, name: str) -> Any:
 def weighted_labels(names: Collection[str]) -> list[tuple[str, str]]:
     """Return the names of labels, each with the name of its sample weights.
 
-    If the labels are a dict or a tuple and the sample weights are not, these apply to
-    all labels. Labels without sample weights are left out.
+    If the labels are a dict or a tuple and the sample weights are not, the weights
+    apply to all labels. Labels without sample weights are left out.
 
     Args:
         names: the names of the parts of an example, see `part_names`.

@@ -409,8 +409,8 @@ def _normalized(node: DictConfig, data: Data) -> Data:
 def _normalized_split(node: DictConfig, data: Data, name: str) -> Data:
     """Return the data with the examples of a split brought into the common form.
 
-    All ways in which they are made give this form: in the order of the split, with
-    shuffled files, and from stored records.
+    They have this form however they are made: in the order of the split, with shuffled
+    files, or from stored records.
     """
     split = data.splits[name]
     single_examples.check_split(split, name, unbatched=name in data.unbatched)

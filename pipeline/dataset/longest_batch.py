@@ -122,7 +122,7 @@ def _varies(spec: tf.TypeSpec) -> bool:
 
 
 def _rank(spec: Any) -> int:
-    """Return the number of axes of a part. An unknown number is taken for 0."""
+    """Return the number of axes of a part. An unknown number counts as 0."""
     if spec.shape.rank is None:
         return 0
     return int(spec.shape.rank)

@@ -47,7 +47,7 @@ class TextSplit:
     """The texts of a split.
 
     Attributes:
-        groups: texts in groups, one file each or a few of them.
+        groups: the texts, in groups of one or a few files each.
         shares: the range of these texts that is in the split.
         key: the key of the config that selects the split, for errors.
     """

@@ -47,8 +47,8 @@ def text_files(  # noqa: PLR0913  keys of the config
 
     x and y are int32 vectors of equal length, at most `longest`. y is x shifted by one
     token. A token t is represented by t + 1, since 0 is padding. Longer texts are cut,
-    so that every token but the first of a text is a label once. Texts of fewer than two
-    tokens are left out, and counted in a note.
+    so that every token but the first of a text is a label exactly once. Texts of fewer
+    than two tokens are left out, and counted in a note.
 
     Args:
         files: a file, a folder or a glob pattern, or a list of them. A folder stands

@@ -103,7 +103,7 @@ def _reader(
 
 def _write(folder: Path, splits: Mapping[str, TokenizedSplit]) -> None:
     """Write the cache to a temporary folder, and rename it."""
-    # Other processes wait for the lock, so only a killed one can have left these.
+    # Other processes wait for the lock, so only a killed process can have left these.
     for leftover in folder.parent.glob(f".{folder.name}-*"):
         shutil.rmtree(leftover)
 
@@ -127,7 +127,7 @@ def _write(folder: Path, splits: Mapping[str, TokenizedSplit]) -> None:
 
 
 def _write_split(folder: Path, name: str, split: TokenizedSplit) -> list[GroupCounts]:
-    """Write the pieces of a split, one file per group; return their numbers."""
+    """Write the pieces of a split, one file per group; return the groups' counts."""
     dtype = _dtype(split).as_numpy_dtype
     counts = []
     for group in range(len(split.split.groups)):
