@@ -134,7 +134,7 @@ class Chief(AbstractContextManager["Chief"]):
 
         Raises:
             ConfigError: a worker is missing, rejects its config, or has a different
-                one.
+                config.
             WorkerError: the process of a worker has ended.
         """
         if self._server is None:
