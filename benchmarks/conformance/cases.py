@@ -73,7 +73,7 @@ CASES = (
     Case(
         "ragged",
         "a smaller last micro-batch",
-        "14 examples are 4 + 4 + 4 + 2; in the mean of the four means, "
+        "14 examples are cut into 4 + 4 + 4 + 2; in the mean of the four means, "
         "the last two examples count double",
         sizes=(14,),
         epochs=3,
@@ -82,8 +82,8 @@ CASES = (
         "tail",
         "the tail of an epoch",
         "24 examples are one update of 16 and one of 8; the gradient of the last 8 "
-        "waits for the next epoch, or is divided by four micro-batches although there "
-        "are two",
+        "waits for the next epoch, or is divided by four although there are only two "
+        "micro-batches",
         sizes=(16, 8),
         epochs=2,
     ),
@@ -97,8 +97,8 @@ CASES = (
     Case(
         "weights_by_count",
         "sample weights, Σwl / N",
-        "the mean that Keras takes by default; right if all micro-batches are of equal "
-        "size",
+        "the mean that Keras takes by default; the mean over micro-batches is right if "
+        "all of them are of equal size",
         divided_by="count",
     ),
     Case(
@@ -139,8 +139,7 @@ CASES = (
     Case(
         "devices",
         "two devices",
-        "the first case again, with micro-batches of 2 + 2 examples: each half is on "
-        "its own device",
+        "equal micro-batches again, each split into 2 + 2 examples on two devices",
         devices=2,
     ),
     Case(

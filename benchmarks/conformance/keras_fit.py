@@ -41,7 +41,7 @@ def fit(case: Case) -> Outcome:
     adjusted = by_weights(_trained(slower), large.weights).error
     note = (
         "the schedule counts micro-batches, as the documentation says; "
-        f"with one four times as long, the error is {adjusted:.2g}"
+        f"with a schedule four times as long, the error is {adjusted:.2g}"
     )
     return by_weights(weights, large.weights, note)
 

@@ -94,8 +94,9 @@ LIBRARIES = (
                 name="in_a_loop",
                 title="`AccumulatingOptimizer`, a loop",
                 how=(
-                    "the same by hand: `apply` with the `weight` of each micro-batch, "
-                    "`flush()` at the end of an epoch"
+                    "`AccumulatingOptimizer(optimizer, 4)` in a hand-written loop: "
+                    "`apply` with the `weight` of each micro-batch, and `flush()` at "
+                    "the end of an epoch"
                 ),
                 page="accumulation.md#in-any-loop",
             ),
@@ -120,8 +121,8 @@ LIBRARIES = (
                 name="variable_size",
                 title="Accelerate, for variable size",
                 how=(
-                    "the loop that the same page gives for samples of variable size: "
-                    "an update's micro-batches are gathered first, and sums are "
+                    "the loop that the linked section gives for samples of variable "
+                    "size: an update's micro-batches are gathered first, and sums are "
                     "divided by the number of items in all of them"
                 ),
                 page=(
@@ -140,9 +141,8 @@ LIBRARIES = (
                 title="Trainer, model's loss",
                 how=(
                     "`TrainingArguments(gradient_accumulation_steps=4)`; a custom "
-                    "model returns the mean loss of its micro-batch (language "
-                    "models of transformers take `num_items_in_batch`, as in the next "
-                    "column)"
+                    "model returns the mean loss of its micro-batch (the library's "
+                    "own language models divide by `num_items_in_batch` instead)"
                 ),
                 page="https://huggingface.co/docs/transformers/grad_accumulation",
             ),
@@ -150,8 +150,8 @@ LIBRARIES = (
                 name="loss_function",
                 title="Trainer, `compute_loss_func`",
                 how=(
-                    "the same with `compute_loss_func`, which divides a sum by "
-                    "`num_items_in_batch`"
+                    "`TrainingArguments(gradient_accumulation_steps=4)` and a "
+                    "`compute_loss_func`, which divides a sum by `num_items_in_batch`"
                 ),
                 page=(
                     "https://huggingface.co/docs/transformers/trainer_recipes"
