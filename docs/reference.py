@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -116,12 +116,13 @@ def argument_keys() -> str:
     for group in ("model", "optimizer", "schedule"):
         lines = [f"### {group}\n", "| key | default | description |"]
         lines.append("| --- | --- | --- |")
+        descriptions = _descriptions_in(CONF / group)
         for name, choices_by_default in _defaults_in(CONF / group).items():
             key = f"{group}.{name}"
             defaults = []
             for default, choices in choices_by_default.items():
                 defaults.append(f"`{default}` in {', '.join(choices)}")
-            text = _escaped(key_guide.described(key, CONF).text)
+            text = _escaped(_joined(descriptions.get(name, {})))
             lines.append(f"| `{key}` | {'; '.join(defaults)} | {text} |")
         tables.append("\n".join(lines))
     return "\n\n".join(tables)
@@ -137,6 +138,30 @@ def _defaults_in(folder: Path) -> dict[str, dict[str, list[str]]]:
             choices = choices_by_default.setdefault(key.value or "[…]", [])
             choices.append(file.stem)
     return defaults_by_name
+
+
+def _descriptions_in(folder: Path) -> dict[str, dict[str, list[str]]]:
+    """Return the choices with each description, by the key's name and the description.
+
+    A key may mean different things in different choices.
+    """
+    descriptions_by_name: dict[str, dict[str, list[str]]] = {}
+    for file in sorted(folder.glob("*.yaml")):
+        for key in key_guide.choice_keys(file):
+            if key.comment:
+                choices_by_text = descriptions_by_name.setdefault(key.name, {})
+                choices_by_text.setdefault(key.comment, []).append(file.stem)
+    return descriptions_by_name
+
+
+def _joined(choices_by_text: Mapping[str, list[str]]) -> str:
+    """Return the descriptions of a key, with their choices if they differ."""
+    if len(choices_by_text) == 1:
+        return next(iter(choices_by_text))
+    texts = []
+    for text, choices in choices_by_text.items():
+        texts.append(f"in {', '.join(choices)}: {text}")
+    return "; ".join(texts)
 
 
 def config_groups() -> str:

@@ -232,8 +232,8 @@ class AccumulationConfig(_SetOnce):
     # micro-batches per update on each replica
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
     # (int | auto | auto_fastest | null) examples per forward and backward pass on one
-    # replica; null: derived from the two keys above; auto: the largest that fits;
-    # auto_fastest: the fastest that fits
+    # replica; null: derived from `effective_batch_size` and `factor`; auto: the
+    # largest that fits; auto_fastest: the fastest that fits
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
     # tokens per forward and backward pass on one replica, padding included; set instead
     # of `factor`; see docs/accumulation.md
@@ -297,18 +297,19 @@ class TrainingConfig(_SetOnce):
     # (mapping | null) the weight of the examples in each class; 1 for a class that is
     # not listed
     class_weight: Any = field(default=None, metadata=about(Kind.TRAINING))
-    # metrics, as name: node or as output: {name: node}; set by `objective`
+    # metrics, as {name: node} or, by output, {output: {name: node}}; set by
+    # `objective`
     metrics: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.TRAINING))
     # metrics to which the sample weights are applied, given as in `metrics`
     weighted_metrics: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING)
     )
-    # Keras callbacks, as name: node; to a callback, each update is one batch
+    # Keras callbacks, as {name: node}; to a callback, each update is one batch
     callbacks: dict[str, Any] = field(
         default_factory=dict, metadata=about(Kind.TRAINING, fixed=False)
     )
     # functions of (x, y, outputs) that return a picture, a figure or a table to log at
-    # each evaluation, as name: node
+    # each evaluation, as {name: node}
     shown: dict[str, Any] = field(default_factory=dict, metadata=about(Kind.LOG))
     # `auto`: start the run in `hydra.run.dir`, or resume it if it exists
     resume: Resume | None = field(default=None, metadata=about(Kind.MACHINE))
@@ -343,15 +344,15 @@ class HardwareConfig(_SetOnce):
     device: Device = field(default=Device.auto, metadata=about(Kind.NUMERICS))
     # GPUs to use, or logical CPU devices if there is no GPU
     replicas: int = field(default=1, metadata=about(Kind.CUT))
-    # processes that train this run; null reads `TF_CONFIG` or the Slurm step
+    # processes that train this run; null: as many as `TF_CONFIG` or the Slurm step has
     workers: int | None = field(default=1, metadata=about(Kind.CUT))
     # (true | false) whether several workers may open TensorFlow's ports, without a
     # password, to other machines
     open_ports: Any = field(
         default=False, metadata=about(Kind.MACHINE, of_one_call=True)
     )
-    # file of mode 0600 with the workers' secret, on each worker's machine;
-    # `PIPELINE_SECRET` outranks it; its path is never recorded
+    # file of mode 0600 with the workers' secret, on each worker's machine; its path is
+    # never recorded, and `PIPELINE_SECRET` takes precedence over it
     secret_file: str | None = field(
         default=None, metadata=about(Kind.MACHINE, of_one_call=True, path=True)
     )
@@ -368,11 +369,11 @@ class HardwareConfig(_SetOnce):
     # number of sweep jobs that run at once on each GPU; give each its share with
     # `gpu_memory`
     jobs_per_gpu: int = field(default=1, metadata=about(Kind.PLACE))
-    # (int | list | null) the GPUs of a run outside a sweep, counted from 0; null: the
+    # (int | list | null) the GPUs of a run outside a sweep, by index from 0; null: the
     # first ones
     gpu: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (bytes | text | null) the memory that TensorFlow reserves on each GPU, such as
-    # `8GiB`; null: as needed
+    # `8GiB`; null: TensorFlow allocates memory as needed
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (bytes | text | null) the memory that a search for the micro-batch size may fill
     # on a CPU, such as `8GiB`; null: all available memory
@@ -390,8 +391,8 @@ class HardwareConfig(_SetOnce):
     # (auto | true | false) compute attention with one cuDNN kernel where XLA compiles,
     # on GPUs of NVIDIA's Hopper generation; auto: wherever possible
     fused_attention: Any = field(default=False, metadata=about(Kind.NUMERICS))
-    # (true | false) whether GPUs from Ampere on multiply float32 numbers with 10 bits
-    # of mantissa; see docs/exact.md
+    # (true | false) whether GPUs of NVIDIA's Ampere and later generations multiply
+    # float32 numbers with 10 bits of mantissa; see docs/exact.md
     tf32: Any = field(default=True, metadata=about(Kind.NUMERICS))
     # (true | false) whether two runs of a config on the same machine are bit-identical
     deterministic: Any = field(default=False, metadata=about(Kind.NUMERICS))
@@ -413,7 +414,7 @@ class ShownTrackingConfig(_SetOnce):
     # name of the run; null: composed of the name of the experiment or dataset, and the
     # overrides
     run_name: str | None = field(default=None, metadata=about(Kind.LOG))
-    # tags of the run, as name: text; the tags that the program sets outrank them
+    # tags of the run, as {name: text}; tags that the program sets take precedence
     tags: dict[str, str] = field(default_factory=dict, metadata=about(Kind.LOG))
     # description of the run, in Markdown
     description: str | None = field(default=None, metadata=about(Kind.LOG))
@@ -462,8 +463,8 @@ class TrackingConfig(ShownTrackingConfig):
 
 @dataclass
 class TrustConfig(_SetOnce):
-    # what else records in a store may name: prefixes of dotted names, and locations of
-    # artifacts
+    # what records in a store may name in addition to what is always allowed: prefixes
+    # of dotted names, and locations of artifacts
     allow: list[str] = field(
         default_factory=list, metadata=about(Kind.MACHINE, path=True)
     )
@@ -499,7 +500,8 @@ class Config(_SetOnce):
     optimizer: Any = field(
         default=MISSING, metadata=about(Kind.TRAINING, exceptions=_OPTIMIZER_KEYS)
     )
-    # (node) the learning rate by update; `schedule=CHOICE` selects a config of the group
+    # (node) the learning rate at each update; `schedule=CHOICE` selects a config of the
+    # group
     schedule: Any = field(
         default=MISSING, metadata=about(Kind.TRAINING, sets_rate=True)
     )
