@@ -19,7 +19,10 @@ from benchmarks.conformance.outcome import Outcome, Way, by_log, by_weights
 prepare = in_torch.prepare
 NOTES = {
     "weights_by_sum": "the Trainer counts labels, regardless of their weights",
-    "penalty": "`compute_loss_func` adds the term undivided, and its results are summed",
+    "penalty": (
+        "`compute_loss_func` adds the term undivided to each micro-batch's loss, and "
+        "these losses are summed"
+    ),
 }
 
 
