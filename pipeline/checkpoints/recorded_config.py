@@ -8,7 +8,7 @@ from pipeline.common import recorded, secrets
 from pipeline.common.errors import ConfigError, as_config_error
 from pipeline.config import former_names, key_kinds, plain
 from pipeline.tracking import provenance
-from pipeline.tracking.journal_file import Past
+from pipeline.tracking.journal_file import CONFIG_RECORD, Past
 
 _GROUPS = (
     "dataset",
@@ -37,10 +37,12 @@ def read(run_dir: Path, past: Past, key: str) -> dict[str, Any]:
     Raises:
         ConfigError: the config cannot be read, or it was edited after the run began.
     """
-    rule = "must have a config.yaml that can be read"
+    rule = f"must have a {CONFIG_RECORD} that can be read"
     with as_config_error(key, rule, str(run_dir), COPY):
-        config = recorded.read(run_dir / "config.yaml", FORM)
-        _check_unedited(config, run_dir, past, key)
+        config = recorded.read(run_dir / CONFIG_RECORD, FORM)
+    if not _has_recorded_hash(config, run_dir, past, key):
+        raise ConfigError(key, _rule_against_edits(config, past), str(run_dir))
+    with as_config_error(key, rule, str(run_dir), COPY):
         return dict(former_names.migrated(config))
 
 
@@ -65,41 +67,51 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
             raise ConfigError(key, rule, value)
 
 
-def _check_unedited(
+def _has_recorded_hash(
     config: Mapping[str, Any], run_dir: Path, past: Past, key: str
-) -> None:
-    """Reject a config in which a key that decides what the run computes was edited.
+) -> bool:
+    """Return whether the keys that decide what the run computes are as they were.
 
-    A run that continued with another value would differ from its own params in MLflow.
-    For the arguments and errors, see `read`.
+    If one of them was edited, the continued run would differ from its params in MLflow.
+
+    Args:
+        config: the config, as it is now.
+        run_dir: the run directory.
+        past: the state of the run according to its journal.
+        key: the argument or config key that names the run in errors.
     """
-    tag = past.start.tags.get(provenance.HASH_TAG)
+    recorded_hash = past.start.tags.get(provenance.HASH_TAG)
     # Schema 0 was hashed in another way.
-    if tag is None or not config.get("schema"):
-        return
-    if provenance.has_hash(config, _first_run_dir(run_dir, key), tag):
-        return
-
-    edits = _edits(past.start.params, plain.leaf_texts(config))
-    rule = (
-        "must have the config.yaml with which the run began; undo your edits of it, "
-        "and give what a resumed run may change as overrides (KEY=VALUE)"
-    )
-    if edits:
-        rule += f". Edited: {'; '.join(edits)}"
-    raise ConfigError(key, rule, str(run_dir))
+    if recorded_hash is None or not config.get("schema"):
+        return True
+    # The hash does not depend on the run directory, whose path may be part of values.
+    # It may have been moved since, or its recorded path may be masked.
+    paths = {str(run_dir.absolute()), _recorded_path(run_dir, key)}
+    return any(provenance.has_hash(config, path, recorded_hash) for path in paths)
 
 
-def _first_run_dir(run_dir: Path, key: str) -> str:
-    """Return the directory in which the run began, which may have been moved since."""
+def _recorded_path(run_dir: Path, key: str) -> str:
+    """Return the path of the run directory when the run began, or "" if unknown."""
     rule = "must have an environment.json that can be read"
     file = run_dir / "environment.json"
-    # A run that was killed as it began has no such file. It was not moved.
+    # A run that was killed as it began has no such file.
     if not file.exists():
-        return str(run_dir.absolute())
+        return ""
     with as_config_error(key, rule, str(run_dir), COPY):
         environment = recorded.read(file, {"run_dir?": str})
     return environment.get("run_dir") or ""
+
+
+def _rule_against_edits(config: Mapping[str, Any], past: Past) -> str:
+    """Return the rule of the error about a config that was edited."""
+    edits = _edits(past.start.params, plain.leaf_texts(config))
+    rule = (
+        f"must have the {CONFIG_RECORD} with which the run began; undo your edits of "
+        "it, and give what a resumed run may change as overrides (KEY=VALUE)"
+    )
+    if edits:
+        rule += f". Edited: {'; '.join(edits)}"
+    return rule
 
 
 def _edits(before: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
@@ -110,15 +122,15 @@ def _edits(before: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
         now: the params of the edited config.
     """
     lines = []
-    for key, value in now.items():
-        if key_kinds.kind_of(key) not in key_kinds.WHAT_RUNS:
+    for key in [*now, *(key for key in before if key not in now)]:
+        # The params of derived sizes are not in the config.
+        is_derived = key.startswith("derived.")
+        if is_derived or key_kinds.kind_of(key) not in key_kinds.WHAT_RUNS:
             continue
         if key not in before:
-            lines.append(f"{key} {value} (was not set)")
-        elif before[key] != value:
-            lines.append(f"{key} {value} (was {before[key]})")
-    for key, value in before.items():
-        is_derived = key.startswith("derived.")
-        if key not in now and not is_derived:
-            lines.append(f"{key} is missing (was {value})")
+            lines.append(f"{key} {now[key]} (was not set)")
+        elif key not in now:
+            lines.append(f"{key} is missing (was {before[key]})")
+        elif before[key] != now[key]:
+            lines.append(f"{key} {now[key]} (was {before[key]})")
     return lines

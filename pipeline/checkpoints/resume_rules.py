@@ -32,6 +32,7 @@ from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, TOKENS
 from pipeline.config.stages import CLOCK
 from pipeline.tracking import horizons, provenance
 from pipeline.tracking.journal_file import (
+    CONFIG_RECORD,
     DATASET_RECORD,
     JOURNAL_NAME,
     LockedPast,
@@ -219,7 +220,9 @@ def _continuation(
     run_dir: Path, key: str, spec: RunSpec, past: LockedPast, required: bool
 ) -> Continuation:
     lines: list[str] = []
-    if past.described:
+    recorded = None
+    # A run that was killed while it was described has its config already.
+    if past.described or (run_dir / CONFIG_RECORD).exists():
         in_force = horizons.of_run(past.start, past.resumed)
         first = recorded_config.read(run_dir, past, key)
         recorded = horizons.with_last(first, in_force)
@@ -243,7 +246,7 @@ def _continuation(
     )
     if required and latest is None:
         raise _no_checkpoint(run_dir, key, past, most)
-    if past.described:
+    if recorded is not None:
         _check_rows_stay_true(recorded, spec, past, latest, run_dir, key)
     return Continuation(run_dir, key, spec, past, latest, lines)
 

@@ -1,14 +1,18 @@
 """Finds run directories."""
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pipeline.common.errors import ConfigError
+from pipeline.config.overrides import hydra_quoted
 from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
+# Matches a path and an update that need no quotes in Hydra's grammar.
+_PLAIN_START = re.compile(r"[\w./@-]+", re.ASCII)
 SHORTEST_ID = 4  # minimum length of an abbreviated run ID
 
 
@@ -39,10 +43,10 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
         )
         if len(start) < SHORTEST_ID:
             rule += f" (at least {SHORTEST_ID} characters)"
-        if folder.is_dir() and not matching:
-            rule = (
-                f"must be a run directory, which has a {JOURNAL_NAME}; a run that was "
-                "killed before it began has none: train it again"
+        if folder.is_dir() and not matching and not _is_same(folder, excluding):
+            rule += (
+                f". A run directory has a {JOURNAL_NAME}: a run that was killed before "
+                "it began has none, so train it again"
             )
         choices = [str(run_dir) for run_dir in matching] or None
         raise ConfigError(key, rule, start, choices)
@@ -111,7 +115,10 @@ def resume_command(run_dir: Path, *, from_start: bool = False) -> str:
 
 def start_override(run_dir: Path, update: int) -> str:
     """Return the override with which a new run begins at a checkpoint of a run."""
-    return shlex.quote(f"start.run={run_dir}@{update}")
+    start = f"{run_dir}@{update}"
+    if not _PLAIN_START.fullmatch(start):
+        start = hydra_quoted(start)
+    return shlex.quote(f"start.run={start}")
 
 
 def _is_same(folder: Path, other: Path | None) -> bool:

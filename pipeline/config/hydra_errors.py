@@ -366,8 +366,9 @@ def _type_of(error: errors.ValidationError) -> tuple[str, list[str] | None]:
     if name is not None:
         return name + or_null, None
     if is_dataclass(kind):
-        names = ", ".join(each.name for each in fields(kind))
-        return f"a mapping with the keys {names}{or_null}", None
+        names = [each.name for each in fields(kind)]
+        null_or = "null, or " if or_null else ""
+        return f"{null_or}a mapping with the keys {' and '.join(names)}", None
     return f"valid ({_cause(error)})", None
 
 

@@ -9,8 +9,10 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
-# Matches an override of the weight of one class: a scalar, or several for a sweep.
-_CLASS_WEIGHT = re.compile(r"(\+{0,2}training\.class_weight)\.(\d+)=([^(){}\[\]]+)")
+# Matches an override of the weight of one class, or of several weights for a sweep.
+_CLASS_WEIGHT = re.compile(
+    r"\+{0,2}training\.class_weight\.(\d+)=(\$\{[^{}]*\}|[^(){}\[\]]+)", re.ASCII
+)
 _OVERRIDE = re.compile(r"(\+{0,2}|~)[\w.@/-]+=.*|~[\w.@/-]+", re.DOTALL)
 
 
@@ -32,15 +34,16 @@ def names_and_overrides(words: Iterable[str]) -> tuple[list[str], list[str]]:
 def with_class_index(override: str) -> str:
     """Return an override of one class's weight as a mapping: `…={1: 5}` for `….1=5`.
 
-    Hydra reads the last part of a dotted key as text. So Hydra would neither find class
-    1, which is a number, nor add it. Other overrides are returned unchanged.
+    Hydra reads the last part of a dotted key as text. So it would neither find class 1,
+    which is a number, nor add it. Other overrides are returned unchanged.
     """
     match = _CLASS_WEIGHT.fullmatch(override)
     if match is None:
         return override
-    key, label, values = match.groups()
-    mappings = [f"{{{label}: {value.strip()}}}" for value in values.split(",")]
-    return f"{key}={','.join(mappings)}"
+    label = int(match[1])
+    mappings = [f"{{{label}: {value.strip()}}}" for value in match[2].split(",")]
+    # With `++`, a class is added or replaced, and the other classes are kept.
+    return f"++training.class_weight={','.join(mappings)}"
 
 
 def keys_set(overrides: Iterable[str]) -> set[str]:

@@ -1,6 +1,6 @@
 """The latest run of each job of a sweep, with its settings, sizes and curves."""
 
-import itertools
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +15,7 @@ from pipeline.config import former_names
 from pipeline.report import statistics
 from pipeline.report.statistics import Array, Spread
 from pipeline.tracking import horizons
+from pipeline.tracking.foreign_store import INTERRUPTIONS
 
 # The horizontal axes over which a metric can be plotted, with their labels.
 AXES = {
@@ -43,9 +44,6 @@ SIZES = {
 
 # `float` also accepts `nan` and `1_0`, but these may be names.
 _NUMBER = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
-
-# Matches the number of segments of a run that was resumed.
-_SEGMENTS = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 
 # Larger magnitudes are read as infinite: an SQL store saves infinity as the largest
 # double, about 1.797e308.
@@ -380,36 +378,25 @@ def stored_result(
         metrics: the names of the metrics to read.
     """
     curves = {}
-    times = {run.info.start_time, run.info.end_time}
     for metric in metrics:
         points = client.get_metric_history(run.info.run_id, metric)
         # If a step has several values, keep the latest one.
         points = sorted(points, key=lambda point: point.timestamp)
         curves[metric] = curve({point.step: point.value for point in points})
-        times.update(point.timestamp for point in points)
-    known_times = [time for time in times if time is not None]
-    return _with_curves(name, run, curves, pauses(run.data.tags, known_times))
+    return _with_curves(name, run, curves)
 
 
-def pauses(
-    tags: Mapping[str, str], times: Iterable[int]
-) -> tuple[tuple[int, int], ...]:
-    """Return when a run that was resumed was not running, in milliseconds.
+def pauses(tags: Mapping[str, str]) -> tuple[tuple[int, int], ...]:
+    """Return when a run was interrupted and resumed, in milliseconds since 1970.
 
-    A run with N segments was interrupted N - 1 times. No store records when, so these
-    are taken to be the N - 1 longest times in which nothing was logged.
-
-    Args:
-        tags: the tags of the run.
-        times: when something of the run was logged, in any order.
+    The result is empty for a run of an older version, which has no such tag.
     """
-    segments = tags.get("segments", "")
-    # A tag may have been edited by hand.
-    if not _SEGMENTS.fullmatch(segments):
+    try:
+        pairs = json.loads(tags.get(INTERRUPTIONS, "[]"))
+        return tuple((int(interrupted), int(resumed)) for interrupted, resumed in pairs)
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        # The tag was edited by hand.
         return ()
-    gaps = list(itertools.pairwise(sorted(times)))
-    gaps.sort(key=lambda gap: gap[1] - gap[0], reverse=True)
-    return tuple(sorted(gaps[: int(segments) - 1]))
 
 
 def last_result(name: str, run: Any) -> JobResult:
@@ -426,12 +413,7 @@ def last_result(name: str, run: Any) -> JobResult:
     return _with_curves(name, run, curves)
 
 
-def _with_curves(
-    name: str,
-    run: Any,
-    curves: dict[str, Curve],
-    pauses: tuple[tuple[int, int], ...] = (),
-) -> JobResult:
+def _with_curves(name: str, run: Any, curves: dict[str, Curve]) -> JobResult:
     """Return the result of a run in MLflow with curves that were read from it."""
     params = current_params(run.data.params, run.data.tags)
     return JobResult(
@@ -443,7 +425,7 @@ def _with_curves(
         curves=curves,
         started=run.info.start_time,
         ended=run.info.end_time,
-        pauses=pauses,
+        pauses=pauses(run.data.tags),
         **sizes(params),
     )
 

@@ -13,7 +13,6 @@ from pipeline.report.job_results import (
     JobResult,
     current_params,
     curve,
-    pauses,
     sizes,
     stored_result,
 )
@@ -75,7 +74,7 @@ def from_directory(run_dir: Path) -> JobResult:
         curves=curves,
         started=min(times, default=None),
         ended=max(times, default=None),
-        pauses=pauses(tags, times),
+        pauses=tuple(past.interruptions),
         **sizes(params),
     )
 

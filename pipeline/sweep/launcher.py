@@ -150,10 +150,10 @@ class SweepLauncher(Launcher):
     ) -> None:
         """Print how many jobs of a reopened sweep are run, and its overrides."""
         parent = sweep.parent
-        say(
-            f"sweep {parent.run_id} ({parent.name}): {missing} of "
-            f"{count(planned, 'job')} to run"
-        )
+        what = f"{missing} of {count(planned, 'job')} to run"
+        if self.config.hydra.sweeper.get("trials"):
+            what = "the search continues"
+        say(f"sweep {parent.run_id} ({parent.name}): {what}")
         overrides = again.recordable(self.config.hydra.overrides.task)
         say(f"overrides: {shlex.join(overrides)}")
 

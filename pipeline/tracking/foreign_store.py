@@ -24,6 +24,9 @@ DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
 MULTIRUN = "multirun"  # the name of a sweep without a sweep file
 CRITICAL = "critical"  # the name of a sweep that `pipeline critical` runs
 NOTE = "mlflow.note.content"  # the tag with a run's description, in Markdown
+# Tag of a run: when it was interrupted and resumed, as pairs of milliseconds since 1970.
+INTERRUPTIONS = "interruptions"
+MOST_INTERRUPTIONS = 100  # the number of pairs in this tag, which has a maximum length
 LONGEST_TAG = 5000  # maximum number of characters of a tag in all MLflow stores
 RUN_ID = re.compile("[0-9a-f]{32}")
 _RUN_ID_START = re.compile("[0-9a-f]{4,32}")

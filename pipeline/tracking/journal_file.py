@@ -60,6 +60,7 @@ from pipeline.tracking.journal_lines import (
 
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
+CONFIG_RECORD = "config.yaml"  # the resolved config, which is written first
 # The record of the data. It is the last file that describes a run: its first line in
 # the journal marks that the description is complete. It may be logged again later.
 DATASET_RECORD = "dataset.json"
@@ -339,6 +340,9 @@ class Past:
         tags: the tags that were set after the start of the run, and those of the rows
             that `pipeline evaluate` has logged.
         resumed: the description of each segment after the first one.
+        interruptions: when each segment but the last one ended and the next one began,
+            in milliseconds since 1970.
+        last_time: when the run wrote its last line, in milliseconds since 1970.
         positions: the position after each line that can be read.
         last_position: the last one of these positions.
         described: whether all inputs and artifacts that precede training were logged.
@@ -357,6 +361,8 @@ class Past:
     last: dict[str, float] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     resumed: list[Mapping[str, Any]] = field(default_factory=list)
+    interruptions: list[tuple[int, int]] = field(default_factory=list)
+    last_time: int | None = None
     positions: set[Position] = field(default_factory=set)
     last_position: Position = BEGINNING
     described: bool = False
@@ -472,8 +478,14 @@ class Past:
             case Resume(segment):
                 self.resumed.append(segment)
                 self.status = None
+                if self.last_time is not None and line.time is not None:
+                    self.interruptions.append((self.last_time, line.time))
             case End(status):
                 self.status = status
+        # `pipeline evaluate` and `pipeline sync` append these lines to a run that has
+        # ended.
+        if line.time is not None and not isinstance(line, Evaluated | Created):
+            self.last_time = line.time
 
     def _add_row(self, row: Row) -> None:
         for name in row.metrics:

@@ -26,10 +26,16 @@ from pipeline.config.schema import Precision
 from pipeline.config.stages import STAGES
 from pipeline.dataset.checksums import DataFiles
 from pipeline.tracking import horizons, provenance, shown_files
-from pipeline.tracking.foreign_store import LONGEST_TAG, NOTE
+from pipeline.tracking.foreign_store import (
+    INTERRUPTIONS,
+    LONGEST_TAG,
+    MOST_INTERRUPTIONS,
+    NOTE,
+)
 from pipeline.tracking.horizons import RecordedHorizon
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import (
+    CONFIG_RECORD,
     DATASET_RECORD,
     JOURNAL_NAME,
     MODEL,
@@ -145,6 +151,9 @@ class Tracker:
         masked = plain.mapped(run, mask)
         path = self.run_dir / JOURNAL_NAME
         self._begin(self.journal.start(path, RunStart(**masked)))
+        # Write the config at once: if the run is killed while it is described, a
+        # resumed run still compares its own config with it.
+        self._write_config(recorded)
         self._describe(spec, data, dataset)
 
     def resume(
@@ -165,10 +174,15 @@ class Tracker:
             dataset: the record of the data; see `provenance.dataset`.
         """
         segment = self._segment(after, spec)
+        interruptions = list(past.interruptions)
+        if past.last_time is not None:
+            interruptions.append((past.last_time, time.time_ns() // 10**6))
         self._written = past.steps
         self._logged_before = past.logged
         self._begin(self.journal.resume(past, segment))
         if not past.described:
+            if not (self.run_dir / CONFIG_RECORD).exists():
+                self._write_config(spec.recorded)
             self._describe(spec, data, dataset)
         elif dataset["files"]:
             # Log the record again: the run may have ended before it logged the
@@ -179,7 +193,9 @@ class Tracker:
         self._artifact("segments.json", _json(segments))
         self.horizons = horizons.of_run(past.start, [*past.resumed, segment])
         tag = horizons.tag(past.start, self.horizons, past.tags)
-        self.tag({"segments": str(len(segments))} | tag)
+        tag["segments"] = str(len(segments))
+        tag[INTERRUPTIONS] = json.dumps(interruptions[-MOST_INTERRUPTIONS:])
+        self.tag(tag)
 
     def forked_from(self, run_id: str) -> None:
         """Record in the run with the ID `run_id` that this run was forked from it."""
@@ -444,8 +460,8 @@ class Tracker:
         # Mask the overrides now: YAML could break a secret in a long override across
         # lines.
         overrides = plain.mapped(spec.overrides, mask)
+        self.file(CONFIG_RECORD)
         texts = {
-            "config.yaml": OmegaConf.to_yaml(spec.recorded),
             "links.json": _json(spec.links),
             "overrides.yaml": OmegaConf.to_yaml(overrides),
             "environment.json": _json(environment),
@@ -463,6 +479,10 @@ class Tracker:
             self._files.compute(
                 lambda checksums: self._write_checksums(dataset, checksums)
             )
+
+    def _write_config(self, recorded: dict[str, Any]) -> None:
+        text = mask(OmegaConf.to_yaml(recorded))
+        durable.write_text(self.run_dir / CONFIG_RECORD, text)
 
     def _write_checksums(
         self, dataset: dict[str, Any], checksums: dict[str, str]

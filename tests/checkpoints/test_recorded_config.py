@@ -6,7 +6,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.checkpoints import recorded_config
+from pipeline.checkpoints.resume_rules import find_continuation
 from pipeline.common.errors import ConfigError
+from pipeline.common.sqlite_uri import absolute
 from pipeline.config import compose
 from pipeline.config.plain import leaf_texts
 from pipeline.config.resolve import resolve
@@ -16,13 +18,18 @@ from pipeline.tracking.journal_file import Past
 OVERRIDES = ("model=mlp", "+training.callbacks.log={_target_: mine.Log}")
 
 
+def spec_of(*overrides):
+    return resolve(compose.composed(overrides), overrides)
+
+
 def recorded_run(folder, *overrides):
     """Write what a run records of its config as it begins; return the directory."""
     run_dir = folder / "run"
     run_dir.mkdir()
     path = f"+training.callbacks.log.path={run_dir}/log"
     overrides = [*OVERRIDES, path, *overrides]
-    config = resolve(compose.composed(overrides), overrides).recorded
+    spec = spec_of(*overrides)
+    config = spec.recorded
     (run_dir / "config.yaml").write_text(OmegaConf.to_yaml(config))
     (run_dir / "environment.json").write_text(json.dumps({"run_dir": str(run_dir)}))
     tags = {
@@ -31,7 +38,13 @@ def recorded_run(folder, *overrides):
     }
     writer = journal_file.create(run_dir / journal_file.JOURNAL_NAME)
     params = leaf_texts(config) | {"derived.factor": 1}
-    start = {"format": 1, "store": "sqlite:///x", "tags": tags, "params": params}
+    start = {
+        "format": 1,
+        "store": absolute(spec.config.tracking.uri),
+        "tags": tags,
+        "params": params,
+        "segment": provenance.segment(0, spec),
+    }
     writer.write({"start": start})
     writer.close()
     return run_dir
@@ -86,3 +99,28 @@ def test_how_a_run_is_logged_may_be_edited(tmp_path):
     run_dir = recorded_run(tmp_path)
     edit(run_dir, "  experiment: ", "  experiment: another-")
     assert read(run_dir)["tracking"]["experiment"].startswith("another-")
+
+
+def test_the_path_of_the_run_directory_may_hold_a_secret(tmp_path):
+    run_dir = recorded_run(tmp_path)
+    masked = {"run_dir": str(run_dir).replace("run", "***")}
+    (run_dir / "environment.json").write_text(json.dumps(masked))
+    assert read(run_dir)["seed"] == 0
+
+
+def test_a_run_that_was_killed_as_it_began_keeps_its_config(tmp_path):
+    """Its journal has the params of MLflow, and not the line that ends its description."""
+    run_dir = recorded_run(tmp_path)
+    (run_dir / "environment.json").unlink()
+    overrides = [*OVERRIDES, f"+training.callbacks.log.path={run_dir}/log"]
+    overrides.append("training.resume=auto")
+
+    continuation = find_continuation(run_dir, spec_of(*overrides), required=False)
+    assert continuation.changes == []
+    continuation.past.close()
+    other = spec_of(*overrides, "optimizer.learning_rate=0.1")
+    rule = (
+        r"^optimizer\.learning_rate must be that of the run, 0\.01\. Received: 0\.1\."
+    )
+    with pytest.raises(ConfigError, match=rule):
+        find_continuation(run_dir, other, required=False)

@@ -39,9 +39,10 @@ def test_the_keys_that_an_override_sets(override, keys):
 @pytest.mark.parametrize(
     ("override", "written"),
     [
-        ("training.class_weight.1=5", "training.class_weight={1: 5}"),
-        ("+training.class_weight.12=0.5", "+training.class_weight={12: 0.5}"),
-        ("training.class_weight.1=1,5", "training.class_weight={1: 1},{1: 5}"),
+        ("training.class_weight.1=5", "++training.class_weight={1: 5}"),
+        ("+training.class_weight.012=0.5", "++training.class_weight={12: 0.5}"),
+        ("training.class_weight.1=1,5", "++training.class_weight={1: 1},{1: 5}"),
+        ("training.class_weight.1=${seed}", "++training.class_weight={1: ${seed}}"),
         ("training.class_weight={1: 5}", None),
         ("training.class_weight.one=5", None),
         ("training.class_weight.1=choice(1,5)", None),
@@ -62,3 +63,8 @@ def test_the_weight_of_one_class_replaces_that_of_a_file(tmp_path, monkeypatch, 
 
     config = composed([*arguments, f"{sign}training.class_weight.1=5"])
     assert config.training.class_weight == {0: 1, 1: 5}
+
+
+def test_the_weights_of_two_classes_are_set_one_by_one():
+    overrides = ["training.class_weight.1=5", "training.class_weight.0=2"]
+    assert composed(overrides).training.class_weight == {1: 5, 0: 2}

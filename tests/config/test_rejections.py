@@ -123,7 +123,7 @@ LOSSES = "[{_target_: keras.losses.Huber}]"
         ("training.keep_best=[1]", "training.keep_best must be a mapping. Received: "),
         (
             "training.keep_best=true",
-            "training.keep_best must be a mapping with the keys metric, mode, or null. "
+            "training.keep_best must be null, or a mapping with the keys metric and mode. "
             "Received: true.",
         ),
         ("tracking.tags=[1]", "tracking.tags must be a mapping. Received: [1]."),

@@ -404,19 +404,22 @@ def test_jobs_that_ran_at_once_are_named(store):
     assert "Up to 2 jobs ran at the same time" in text
 
 
-@pytest.mark.parametrize("segments", ["1", "2"])
+@pytest.mark.parametrize("is_resumed", [False, True])
 def test_a_job_does_not_run_between_its_interruption_and_its_continuation(
-    store, segments
+    store, is_resumed
 ):
     sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     loss = 2 * 0.9 ** np.arange(20)
-    # Its rows are logged within 20 ms, and it ends after 200 s.
-    tags = {"segments": segments}
+    # It ends after 200 s.
+    tags = {}
+    if is_resumed:
+        began = synthetic.STARTED
+        tags["interruptions"] = f"[[{began + 90_000}, {began + 150_000}]]"
     sweep.job("factor=1", {"train/loss": loss}, seconds=10, tags=tags)
     sweep.clock = synthetic.STARTED + 100_000
     sweep.job("factor=2", {"train/loss": loss}, factor=2)
     text = first_by_topic(sweep)["time_to_target"].text
-    assert ("ran at the same time" in text) == (segments == "1")
+    assert ("ran at the same time" in text) != is_resumed
 
 
 def test_jobs_that_never_ran_are_named_whatever_the_size_of_the_sweep(store):
@@ -715,8 +718,9 @@ def test_the_running_time_of_a_run_leaves_out_its_interruptions():
 
 
 @pytest.mark.parametrize(
-    ("segments", "expected"),
-    [("1", ()), ("2", ((3, 9),)), ("3", ((0, 2), (3, 9))), ("", ()), ("-2", ())],
+    ("text", "expected"),
+    [("[[3, 9], [12, 15]]", ((3, 9), (12, 15))), ("[3]", ()), ("{", ()), ("[]", ())],
 )
-def test_the_longest_times_without_a_row_are_the_interruptions(segments, expected):
-    assert pauses({"segments": segments}, [10, 2, 3, 0, 9]) == expected
+def test_the_interruptions_of_a_run_are_those_of_its_tag(text, expected):
+    assert pauses({"interruptions": text}) == expected
+    assert pauses({}) == ()
