@@ -41,7 +41,7 @@ class Branch:
     """The updates of one branch of a checkpoint."""
 
     sizes: Array  # examples per update
-    losses: Array  # training loss per update, with the weights before the update
+    losses: Array  # training loss per update, from the weights before the update
     # whether the training ended because of a non-finite loss or gradient
     diverged: bool = False
 
@@ -93,10 +93,10 @@ class BranchNoise(Result):
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
     """Measure the critical batch by branches of one checkpoint.
 
-    In ascending order of batches, the critical batch is the last one before the first
-    whose smoothed loss exceeds the lowest loss of all smaller batches by more than
-    `TOLERANCE` (Merrill et al. 2025, arXiv:2505.23971, section 3.1). The first batch
-    that diverged and all larger ones are left out.
+    Batches are compared in ascending order, until the smoothed loss of one exceeds the
+    lowest loss of all smaller batches by more than `TOLERANCE` (Merrill et al. 2025,
+    arXiv:2505.23971, section 3.1). The critical batch is the last one before that. The
+    first batch that diverged and all larger ones are left out.
 
     Merrill et al. average over a number of updates. With a batch k times as large, such
     an average spans k times as many examples, and so includes older losses. Here the
@@ -113,7 +113,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
 
     Returns:
         The critical batch, or None if fewer than two batches are common to all seeds,
-        or if the smallest of these diverged or has a single update for some seed.
+        or if, for some seed, the smallest of these diverged or has a single update.
     """
     common_batches = _common_batches(seeds)
     batches = _batches_before_divergence(seeds, common_batches)
@@ -161,7 +161,7 @@ def _common_batches(seeds: Sequence[Mapping[int, Branch]]) -> list[int]:
 def _batches_before_divergence(
     seeds: Sequence[Mapping[int, Branch]], batches: list[int]
 ) -> list[int]:
-    """Return the batches before the first one that diverged with some seed."""
+    """Return the batches before the first one that diverged for some seed."""
     kept: list[int] = []
     for batch in batches:
         for branches in seeds:
@@ -232,8 +232,8 @@ def _example_variance(branch: Branch) -> float:
     """Estimate the variance of one example's loss from successive updates of a branch.
 
     The estimate uses the differences between successive losses (von Neumann 1941). It
-    is best for the branch with the smallest batch, which has the most updates: there
-    the loss falls least from one update to the next.
+    is most accurate for the branch with the smallest batch, which has the most updates:
+    there the loss falls least from one update to the next.
     """
     squares = np.diff(branch.losses) ** 2
     shares = 1 / branch.sizes[1:] + 1 / branch.sizes[:-1]
@@ -265,8 +265,8 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
                 branches[job.effective_batch_size or 0] = branch
         seeds.append(branches)
 
-    # Leave out the smallest batch that some seed lacks, and all larger batches: a batch
-    # is judged against all smaller ones.
+    # Leave out the smallest batch that some seed lacks, and all larger batches, since a
+    # batch is judged against all smaller ones.
     smallest_missing = math.inf
     for job in sweep.jobs:
         batch = job.effective_batch_size or 0
@@ -285,7 +285,7 @@ def measured(sweep: SweepResult) -> CriticalBatch | None:
 def _branch(job: JobResult) -> Branch | None:
     """Return the branch of a job, or None if it neither finished nor diverged.
 
-    Return None, too, if the size or the loss of some update was not logged. A branch
+    Also return None if the size or the loss of some update was not logged. A branch
     that diverged needs no losses, since it is not judged.
     """
     if _diverged(job):
@@ -304,8 +304,8 @@ def _branch(job: JobResult) -> Branch | None:
 def _diverged(job: JobResult) -> bool:
     """Return whether a job ended because its loss or gradient was not finite.
 
-    A gradient is judged by the recorded failure, not by its norm: in float16, updates
-    with a gradient that is not finite are skipped.
+    A gradient is judged by the recorded failure, not by its norm, since in float16,
+    updates with a gradient that is not finite are skipped.
     """
     if job.finished:
         return False

@@ -21,12 +21,12 @@ from pipeline.report.statistics import Array
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import trajectory_pairs
 
-# A long curve is drawn by the lowest and the highest value in each of this many parts of
-# its axis, which are about a pixel wide.
+# Of a long curve, the lowest and the highest value in each of this many parts of its
+# axis are drawn. A part is about a pixel wide.
 BINS = 600
 FEW_POINTS = 30  # A curve with fewer points has markers.
-# An axis is logarithmic if lower values of the metric are better, or it is the noise
-# scale, and the largest value is more than this many times the smallest one.
+# An axis is logarithmic if the largest value is more than this many times the smallest
+# one, and either the metric is the noise scale or lower values of it are better.
 FALLS = 20.0
 
 # The axes of `AXES` against which a metric is plotted, with the captions of the plots.
@@ -144,7 +144,7 @@ def _faint(drawn: Trace) -> Trace:
 
 
 def curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
-    """Return the trace of a curve's finite points, reduced as by `extremes`.
+    """Return the trace of a curve's finite points, reduced by `extremes`.
 
     Args:
         name: the name in the legend.
@@ -163,12 +163,12 @@ def curve_trace(name: str, x: Array, y: Array, color: int) -> Trace:
 
 
 def extremes(x: Array, y: Array) -> NDArray[np.int64]:
-    """Return the indices of the points that are drawn of a curve, in ascending order.
+    """Return the indices of the points of a curve that are drawn, in ascending order.
 
-    For a curve with more than `2 * BINS` points, these are the lowest and the highest
-    point in each of `BINS` parts of the axis, which are of equal width, and the first
-    and the last point. So no spike is lost, and each point that is drawn was logged.
-    For any other curve, these are all points.
+    For a curve with more than `2 * BINS` points, these are the first and the last
+    point, and the lowest and the highest point in each of `BINS` equally wide parts of
+    the axis. So no spike is lost, and each point that is drawn was logged. For any
+    other curve, these are all points.
 
     Args:
         x: the positions of the points, in ascending order and finite.

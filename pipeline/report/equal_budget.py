@@ -121,7 +121,7 @@ class WithoutLoss:
     Attributes:
         later: those whose loss was logged for the first time after the budget.
         never: those that did not log the loss, or the axis of the budget.
-        not_finite: the others, whose loss was not finite then.
+        not_finite: the others, whose loss was not finite at the budget.
     """
 
     later: list[str] = field(default_factory=list)
@@ -147,7 +147,7 @@ class WithoutLoss:
             self.not_finite.append(group)
 
     def clauses(self, metric: str) -> list[str]:
-        """Return a clause on each kind of group that there is."""
+        """Return a clause for each of the lists that is not empty."""
         clauses = []
         if self.later:
             clauses.append(f"{joined(self.later)} had no {metric} yet")
@@ -192,7 +192,7 @@ def contrast_at_budget(
     others = [setting for setting in losses.settings if setting.factor != 1]
     base_losses = [setting.losses for setting in bases]
     other_losses = [setting.losses for setting in others]
-    # Seeds may have been added to some of the settings only: that is a look, too.
+    # If seeds were added to only some of the settings, that is a look, too.
     most_seeds = max(len(setting.losses) for setting in losses.settings)
     earlier = len([look for look in looks if look < most_seeds])
     result = best_against_best(base_losses, other_losses, chance_of_look(earlier))

@@ -101,7 +101,7 @@ def results_of(
 
 @dataclass(frozen=True)
 class JobStates(Result):
-    """The number of jobs of a sweep.
+    """The number of jobs of a sweep, in all and by status.
 
     Attributes:
         planned: the number of all jobs.

@@ -1,4 +1,4 @@
-"""The jobs of a sweep that ended, by the last value of the metric that ranks them."""
+"""Ranks the finished jobs of a sweep by their last value of one metric."""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ from pipeline.report.wording import number
 
 
 def last_values(runs: Mapping[str, Any]) -> dict[str, str]:
-    """Return the last value of the ranking metric of each finished job, as text.
+    """Return each finished job's last value of the ranking metric, as text.
 
-    The best job comes first. The metric is that of the sweep's report. Jobs without a
-    finite value are left out.
+    The best job comes first. The sweep's report ranks by the same metric. Jobs without
+    a finite value are left out.
 
     Args:
         runs: the runs in MLflow by the name of the job.

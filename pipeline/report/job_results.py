@@ -52,7 +52,7 @@ _STORED_INFINITY = 1.7e308
 
 @dataclass(frozen=True)
 class Curve:
-    """The history of a metric: `values` after `steps` completed updates, ascending."""
+    """The history of a metric: `values` after `steps` updates, in ascending order."""
 
     steps: NDArray[np.int64]
     values: Array
@@ -81,7 +81,7 @@ class JobResult:
 
     @property
     def has_outcome(self) -> bool:
-        """Whether it finished or failed, so that running it again would not help.
+        """Whether the job finished or failed, so that running it again would not help.
 
         A job that was interrupted goes on with `--again`.
         """
@@ -197,8 +197,8 @@ class JobResult:
     def seconds(self) -> Curve | None:
         """The cumulative time spent in updates.
 
-        The time excludes evaluation, checkpoints and start-up. The first update, which
-        includes tracing, counts with the median time of the later updates. The
+        The time excludes evaluation, checkpoints and start-up. The first update
+        includes tracing, so the median time of the later updates is used for it. The
         result is None if no update times were logged.
         """
         curve = self.curves.get(UPDATE_SECONDS)
@@ -206,8 +206,8 @@ class JobResult:
             return None
         is_first = curve.steps == 1
         update_seconds = np.where(is_first, self.typical(UPDATE_SECONDS), curve.values)
-        # If some updates were not logged, each of them counts with the time of the next
-        # logged update.
+        # An update that was not logged is assumed to have taken as long as the next
+        # logged one.
         updates = np.diff(curve.steps, prepend=0)
         return Curve(curve.steps, np.cumsum(update_seconds * updates))
 
@@ -313,7 +313,7 @@ def comparable_jobs(jobs: Sequence[JobResult]) -> list[JobResult]:
 
 
 def comparable_state(groups: Iterable[Sequence[JobResult]]) -> str:
-    """Return the words for the state of the jobs that `comparable_jobs` has chosen."""
+    """Return the words for the state of the jobs that `comparable_jobs` chooses."""
     all_finished = True
     any_finished = False
     for jobs in groups:
@@ -402,7 +402,7 @@ def pauses(tags: Mapping[str, str]) -> tuple[tuple[int, int], ...]:
 def last_result(name: str, run: Any) -> JobResult:
     """Return the result of a run in MLflow, with only the last value of each curve.
 
-    The store is not read. The number of updates at the last values is unknown: the
+    The store is not read. The number of updates at the last values is unknown, so the
     curves have step 0.
 
     Args:

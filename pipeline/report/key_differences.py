@@ -43,8 +43,7 @@ class KeyDifference:
 def between(columns: Sequence[Mapping[str, str]]) -> list[KeyDifference]:
     """Return the keys whose values differ between columns, in alphabetical order.
 
-    Keys that only a sweep sets for its jobs are left out, since they only name the
-    sweep.
+    Keys that nothing but a sweep sets are left out, since they only name the sweep.
     """
     keys: set[str] = set()
     for values in columns:
@@ -65,7 +64,7 @@ def code_of(run: JobResult) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class DifferingKeys(Result):
-    """The differing keys of the config that decide what runs, and differing code.
+    """The differing keys that decide what runs, and the parts of the code that differ.
 
     Attributes:
         keys: the dotted names of the keys.
@@ -79,7 +78,7 @@ class DifferingKeys(Result):
 def finding(
     keys: Sequence[KeyDifference], code: Sequence[KeyDifference]
 ) -> SweepFinding:
-    """Report which keys of the config differ, and whether the code does."""
+    """Report which keys of the config differ, and whether the code differs."""
     decisive = []
     for difference in keys:
         if difference.decides_what_runs and not difference.is_derived:

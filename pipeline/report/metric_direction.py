@@ -128,7 +128,7 @@ def _without_set(name: str, jobs: Sequence[JobResult]) -> str:
 def _classes(name: str, jobs: Sequence[JobResult]) -> list[str]:
     """Return the names of the classes or functions that jobs have for a metric.
 
-    A metric of one output is recorded by the name of the output and its own, such as
+    A metric of one output is recorded under the output's name and its own, as in
     `training.metrics.age.error`, and logged as `age_error`.
     """
     classes: dict[str, None] = {}

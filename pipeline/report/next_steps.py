@@ -96,11 +96,11 @@ def _run_missing_jobs(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFinding]:
     """Yield the recommended settings, if any.
 
-    These are the best settings of a search, see `_take_best_of_search`. Otherwise, if
+    For a search, these are its best settings; see `_take_best_of_search`. Otherwise, if
     several groups were ranked by their time to the target and no time is only an upper
     bound, they are those of `_take_fastest`. Otherwise, they are those of the only
-    verdict that recommends a setting. While jobs are missing, nothing is yielded, since
-    the settings that ran first would win.
+    verdict that recommends a setting. Except for a search, nothing is yielded while
+    jobs are missing, since the settings that ran first would win.
     """
     if sweep.best:
         yield _take_best_of_search(sweep, earlier)
@@ -209,8 +209,8 @@ def _better_final(
 ) -> str:
     """Return a sentence if another group has a better final result.
 
-    It says whether chance may explain the difference. Otherwise, or if the final
-    results are unknown, return an empty string.
+    The sentence says whether chance may explain the difference. Return an empty string
+    if no other group has a better result, or if the final results are unknown.
     """
     finals = results_of(earlier, FinalResult)
     if not finals or finals[0].equal:

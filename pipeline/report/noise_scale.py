@@ -81,8 +81,8 @@ class NoisePrediction(Result):
     Attributes:
         family: the part of the name that the jobs share.
         scale: the noise scale over the runs of the family.
-        cost: by batch, how many times the examples of a tiny batch it needs. Empty if
-            no batch is recorded.
+        cost: for each batch, how many times the examples of a tiny batch it needs.
+            Empty if no batch is recorded.
         critical: the critical batch as fitted to the costs of the sweep, or None.
         critical_was_tried: whether the critical batch is in the range of the batches
             that reached the target.
@@ -115,10 +115,10 @@ class NoisePrediction(Result):
 def prediction(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
     """Report the critical batch that the noise scale predicts for a family.
 
-    Return None if no run of the family that did not fail has a positive noise scale,
-    unless that is because their batches are cut by tokens. Return None for a search,
-    too: most of its trials are families of their own, and the table shows the noise
-    scale of each.
+    Return None if the family has no run with a positive noise scale that did not fail,
+    unless the reason is that all of its runs cut their batches by tokens. Also return
+    None for a search: most of its trials are families of their own, and the table shows
+    the noise scale of each.
 
     With the noise scale B_noise, a batch B needs 1 + B / B_noise times as many examples
     as a tiny batch (McCandlish et al. 2018, arXiv:1812.06162, section 2).

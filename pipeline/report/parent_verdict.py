@@ -20,8 +20,8 @@ _QUOTE = "> "
 _BEGIN = "<!-- verdict -->"
 _END = "<!-- end of the verdict -->"
 _BLOCK = re.compile(rf"^{_BEGIN}\n.*?^{_END}(\n|\Z)", re.DOTALL | re.MULTILINE)
-# The verdicts of earlier versions, which wrote no comments: the quotation under the
-# line with the headline and the link.
+# Matches the verdicts of earlier versions, which wrote no comments: the quotation under
+# the line with the headline and the link.
 _FORMER_BLOCK = re.compile(rf"({_HEADLINE.pattern}.*\n)\n(?:>.*\n)+")
 _LONGEST_VERDICT = 2000  # maximum characters of all verdicts in the description
 

@@ -229,7 +229,8 @@ def is_reversed(lead: Difference, lower_is_better: bool) -> bool:
     """Return whether a group with a worse mean is ahead in the comparison.
 
     Args:
-        lead: the difference of that group minus the one with the better mean.
+        lead: the difference between the means: that group minus the group with the
+            better mean.
         lower_is_better: whether lower values are better.
     """
     if lower_is_better:
@@ -402,7 +403,8 @@ def time_to_target(sweep: SweepResult) -> SweepFinding:
 def _reached_sentences(result: TargetTimes, has_others: bool) -> str:
     """Return the end of the sentence on the target, and who reached it.
 
-    `has_others` is whether the sweep has several groups, so that one has to be named.
+    `has_others` is whether the sweep has several groups, so that a group has to be
+    named.
     """
     not_ranked = _bounds_sentence(result.at_most)
     ranking = result.ranking

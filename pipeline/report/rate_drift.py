@@ -254,8 +254,9 @@ def _best_rates(batches: list[BatchLosses], draws: int = 4000) -> list[Array]:
     n seeds, it adds the mean of n deviations, drawn with replacement. A deviation is
     the difference between the loss of a seed and the mean over all m seeds of its rate,
     times √(m / (m − 1)). Deviations are pooled over rates and batches, since each rate
-    has few seeds, but only near the lowest losses, since losses vary more elsewhere. If
-    each of these rates has a single seed, there are no bootstrap samples.
+    has few seeds. Only rates near the lowest losses are included, since losses vary
+    more elsewhere. If each of these rates has a single seed, there are no bootstrap
+    samples.
     """
     pool = []
     for batch_losses in batches:

@@ -26,7 +26,7 @@ _NOT_BY_UPDATE = "system/"
 
 
 def from_store(client: Any, run: Any) -> JobResult:
-    """Return the result of a run in MLflow, with all metrics except those of the system.
+    """Return the result of a run in MLflow, with all metrics except system metrics.
 
     Args:
         client: an MLflow client for the run's store.

@@ -175,7 +175,7 @@ def _metric_cell(curve: Curve | None, lower_is_better: bool, has_best: bool) -> 
     finite = np.isfinite(curve.values)
     if not has_best or len(curve.steps) == 1 or not finite.any():
         return text
-    # Negate values that are to be high, so that the best one is the lowest.
+    # Negate values if higher is better, so that the best one is the lowest.
     sign = 1 if lower_is_better else -1
     index = int(np.where(finite, sign * curve.values, np.inf).argmin())
     best = number(float(curve.values[index]))
@@ -227,9 +227,9 @@ def _result(runs: Sequence[JobResult]) -> SweepFinding:
 def _ranking(runs: Sequence[JobResult]) -> RankedMetric | None:
     """Return the metric that ranks runs, or None if there is no metric.
 
-    As in `pipeline runs`, it is that of `training.keep_best`, by default the validation
-    loss, or else the training loss. It is the default, too, if the runs keep their best
-    checkpoints by different metrics.
+    As in `pipeline runs`, it is the metric of `training.keep_best`. The default is the
+    validation loss, or else the training loss. It is also used if the runs keep their
+    best checkpoints by different metrics.
     """
     collection = _collection(runs)
     ranked = {ranked_metric(run.params) for run in runs}

@@ -18,7 +18,7 @@ Values = Mapping[str, float]  # a value for each seed
 
 # The minimum number of seeds from which the variation over seeds is judged.
 FEWEST_SEEDS = 3
-# The share of `CHANCE` that is allowed to the first verdict on a sweep. Each later
+# The share of `CHANCE` that is allowed for the first verdict on a sweep. Each later
 # verdict, with more seeds, is allowed a fifth of the chance of the previous one: 4%,
 # 0.8%, 0.16%, … add up to 5%.
 FIRST_SHARE = 0.8

@@ -138,7 +138,7 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
 
     Where fewer than `window` examples have been seen, the mean is over all of them. A
     value that is not finite, or so large that sums are rounded to it, changes only the
-    means over it.
+    means of windows that include it.
 
     Args:
         examples: the number of examples seen at each value, in ascending order.
@@ -194,7 +194,8 @@ class Tradeoff:
     def critical_batch(self) -> float:
         """The critical batch E_min / S_min.
 
-        It needs twice `fewest_examples`, in twice `fewest_updates`.
+        With this batch, the target takes twice `fewest_examples` and twice
+        `fewest_updates`.
         """
         return self.fewest_examples / self.fewest_updates
 

@@ -56,9 +56,10 @@ class SettingChange:
     """The final results of one setting in two sweeps.
 
     Attributes:
-        setting: the name of the setting: of the group of jobs, without the seed.
+        setting: the name of the setting, which is that of the group of jobs and leaves
+            out the seed.
         first: the spread of the results over the seeds of the first sweep.
-        second: the same in the second sweep.
+        second: the same for the second sweep.
         difference: the second minus the first.
         half_width: half the width of the interval of the difference, which is infinite
             if chance is not known.
@@ -85,7 +86,7 @@ class SettingChange:
 class ResultChanges(Result):
     """The changes of a final metric in all settings that both sweeps have.
 
-    The intervals of all settings hold together with a probability of 95%.
+    With a probability of 95%, the intervals of all settings hold at once.
 
     Attributes:
         metric: the metric.
@@ -120,7 +121,7 @@ def page(uri: str, first: str, second: str, allow: Sequence[str]) -> FindingsPag
     Args:
         uri: the URI of the store.
         first: the run ID of the first sweep.
-        second: that of the second sweep.
+        second: the run ID of the second sweep.
         allow: locations where artifacts may be.
 
     Raises:
@@ -171,8 +172,9 @@ def changes(sweeps: Sequence[SweepResult]) -> list[ResultChanges]:
     """Return the changes of each metric that has final results in both sweeps.
 
     The metric that ranks the jobs of the first sweep comes first. The chance that an
-    interval misses its difference is divided among the settings (Bonferroni). So where
-    nothing changed, a setting of a metric is told apart in at most 5% of all cases.
+    interval misses its difference is divided among the settings (Bonferroni). So if
+    nothing changed, the sweeps are told apart at one or more settings of a metric in at
+    most 5% of all cases.
 
     Args:
         sweeps: the first and the second sweep.
@@ -215,7 +217,7 @@ def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChang
 
 
 def _finals(sweep: SweepResult, group: str, metric: str) -> dict[str, float]:
-    """Return the final values of a metric by seed, of the finished jobs of a group."""
+    """Return a metric's final values by seed, for the finished jobs of a group."""
     jobs = finished_jobs(sweep.groups[group])
     return values_by_seed(jobs, lambda job: sweep.final(job, metric))
 
@@ -237,7 +239,8 @@ class SharedSetting:
 def shared_settings(sweeps: Sequence[SweepResult]) -> list[SharedSetting]:
     """Return the settings that both sweeps have, in the order of the first one.
 
-    If only one sweep varies a key, the value must be that of the other sweep.
+    If only one sweep varies a key, its value in a shared setting is the one that the
+    other sweep has recorded.
     """
     first, second = sweeps
     keys = {plain.short(key, "")[:-1]: key for key in (*first.varied, *second.varied)}
@@ -261,8 +264,9 @@ def _same_setting(
 
     Args:
         jobs: the jobs of a group.
-        others: those of a group of the other sweep.
-        keys: the keys of the config by their names in the names of jobs.
+        others: the jobs of a group of the other sweep.
+        keys: the keys of the config, by the short names that stand in the names of
+            jobs.
     """
     settings = dict(jobs[0].settings)
     other_settings = dict(others[0].settings)
@@ -325,10 +329,10 @@ def _columns(
     settings: Sequence[SharedSetting],
     values_of: Callable[[JobResult], dict[str, str]],
 ) -> Columns:
-    """Return the values of each key in two sweeps, without those that are the same.
+    """Return the values in two sweeps of each key whose values differ.
 
-    The values of a key are compared setting by setting. Where they differ, all its
-    values in the settings are listed.
+    The values of a key are compared setting by setting. If they differ in one setting,
+    the key's values in all of the settings are listed.
 
     Args:
         sweeps: the first and the second sweep.
@@ -368,7 +372,7 @@ def _runs(jobs: Sequence[JobResult]) -> list[JobResult]:
 def _texts(
     jobs: Sequence[JobResult], values_of: Callable[[JobResult], dict[str, str]]
 ) -> dict[str, str]:
-    """Return the different values of each key over some jobs, as one text."""
+    """Return, for each key, one text with its distinct values over some jobs."""
     values_by_key: dict[str, dict[str, None]] = {}
     for job in jobs:
         for key, value in values_of(job).items():
@@ -471,7 +475,7 @@ def _result_sentences(result: ResultChanges) -> str:
 
 
 def _described_change(change: SettingChange) -> str:
-    """Return the setting, and the difference with its interval if that is known."""
+    """Return the setting and its difference, with the interval if there is one."""
     if change.difference.equal:
         return change.setting
     value = number(change.difference.value)

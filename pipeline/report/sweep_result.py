@@ -121,7 +121,8 @@ class SweepResult:
 
         The values are numbers if all values of the key in the sweep are numbers, and
         different strings are different numbers. Otherwise they are the strings in the
-        names of the jobs: 1.1 and 1.10 may be versions, and 100 may stand beside `all`.
+        names of the jobs, since 1.1 and 1.10 may be versions, and `all` may be a value
+        beside 100.
         """
         are_texts = key in self._text_keys
 
@@ -141,7 +142,8 @@ class SweepResult:
         for job in self.jobs:
             for key, text in job.settings:
                 value = job.setting(key)
-                # A recorded size stands for its text, so only the others are compared.
+                # A recorded size (an int) replaces the text in the name, so only floats
+                # and strings are checked.
                 if isinstance(value, str):
                     keys.add(key)
                 if isinstance(value, float):
@@ -184,8 +186,8 @@ class SweepResult:
     def keeps_best_by(self) -> str | None:
         """The metric of `training.keep_best`, or None if there is none.
 
-        It is None, too, if not all jobs that ran have the same one, or if it was not
-        logged.
+        It is also None if the jobs that ran do not all have the same metric, or if the
+        metric was not logged.
         """
         kept = {kept_metric(job.params) for job in self.jobs if job.status != NO_RUN}
         if len(kept) != 1:
@@ -199,9 +201,9 @@ class SweepResult:
     def quality(self) -> str | None:
         """The metric that ranks the jobs, or None if there are no metrics.
 
-        It is `keeps_best_by`, if that is a metric. Otherwise, it is the first metric
-        that is not a loss. If all are losses, it is the validation loss, or the last
-        one.
+        It is `keeps_best_by`, unless that is None. Otherwise, it is the first metric
+        that is not a loss. If all are losses, it is the validation loss, or else the
+        last one in `metrics`.
         """
         if self.keeps_best_by is not None:
             return self.keeps_best_by
@@ -328,7 +330,7 @@ class SweepResult:
 
     @cached_property
     def target(self) -> TargetLoss | None:
-        """The target loss, chosen by the finished jobs, or else by the running jobs.
+        """The target loss, chosen from the curves of the finished or else running jobs.
 
         See `target.choose`. It is None for the branches of `pipeline critical`, or if
         no loss was logged or has fallen.

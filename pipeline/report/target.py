@@ -13,7 +13,7 @@ from pipeline.report.statistics import Array, Spread
 # way down from the first to the lowest loss. Otherwise, it is the lowest loss that half
 # of the jobs reach.
 PROGRESS = 0.5
-# A loss has not fallen if its relative fall is at most this: it may be rounding.
+# A relative fall of a loss up to this does not count, since it may be rounding.
 FELL = 1e-6
 
 

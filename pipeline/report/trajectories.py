@@ -21,9 +21,9 @@ from pipeline.report.wording import joined, number
 
 LEVELS = ("1e-6", "1e-3", "1e-2")  # relative differences of a loss
 PRECISION = "hardware.precision"
-# Params in which jobs of the same trajectory may differ, themselves or in a param below.
-# The effective batch size is compared by the param that is derived from it, and
-# evaluations do not change updates.
+# Jobs of the same trajectory may differ in these params, and in the params below them.
+# In place of the effective batch size, the param that is derived from it is compared.
+# Evaluations do not change updates.
 _OF_NO_UPDATE = (
     "accumulation.effective_batch_size",
     "training.evaluate_every",
@@ -32,9 +32,9 @@ _OF_NO_UPDATE = (
 )
 # Names of params that stand for what the user has set.
 _NAMES = {"derived.effective_batch_size": "effective batch"}
-# The largest growth of a difference in one update that training may cause. Training
-# doubled rounding in each of 20 updates, see `rounding.Rounding`; a single update may
-# amplify it more.
+# The largest factor by which training may amplify a difference in one update. In a
+# measurement, training doubled rounding errors in each of 20 updates, see
+# `rounding.Rounding`; a single update may amplify them more.
 _GROWTH = 100.0
 # The largest relative difference of two finite losses.
 _LARGEST = 2.0
@@ -89,8 +89,8 @@ class TrajectoryPair:
     def cause(self) -> "Cause":
         """The cause of the difference, and the update that shows it.
 
-        A difference counts as rounding if it is at most the bound of the precision at
-        first, and grows by a factor of at most `_GROWTH` per update.
+        A difference counts as rounding if its first value is at most the bound of the
+        precision, and it grows by a factor of at most `_GROWTH` per update.
         """
         steps = self.curve.steps
         values = np.minimum(self.shares, _LARGEST)
@@ -248,7 +248,7 @@ def same_trajectory(sweep: SweepResult) -> list[SweepFinding]:
 
 
 def _why_no_pair(jobs: list[JobResult]) -> str:
-    """Return why no two jobs of a sweep can be compared, with what they differ in."""
+    """Return why no two jobs of a sweep can be compared, and in what they differ."""
     logged = jobs_with(jobs, LOSS)
     if len(logged) < 2:
         return (
@@ -479,7 +479,7 @@ def _compared_jobs(pairs: list[TrajectoryPair]) -> str:
 
 
 def _why_more_than_rounding(pairs: list[TrajectoryPair]) -> str:
-    """Return sentences on pairs that computed different things, and from when on."""
+    """Return sentences on how, and when, pairs began to compute different things."""
     at_first_update = [pair for pair in pairs if pair.cause.index == 0]
     later = [pair for pair in pairs if pair.cause.index > 0]
     text = ""
@@ -511,7 +511,7 @@ def _what_differs(pairs: list[TrajectoryPair]) -> str:
 
 
 def _jump(pair: TrajectoryPair) -> str:
-    """Return a sentence on a difference that came at once after the first update."""
+    """Return a sentence on a difference that jumped after the first update."""
     curve = pair.curve
     index = pair.cause.index
     before = float(curve.values[:index].max())

@@ -61,7 +61,7 @@ class Verdict(Result):
         metric: the loss that is compared.
         contrasts: the comparison at each budget of `BUDGETS` that allows one; at least
             one.
-        reasons: why the other budgets do not, by budget.
+        reasons: why the other budgets do not allow a comparison, by budget.
         memory_ratio: the peak memory with the larger factor relative to factor 1, or
             NaN if it is unknown.
         rates: the peak learning rate of the best setting with each factor, by factor,
@@ -116,7 +116,7 @@ class Verdict(Result):
 
     @property
     def reason(self) -> str:
-        """The reason to take `better`, which is valid only if there is one."""
+        """The reason to take `better`; valid only if that is not None."""
         reason = "the verdict on accumulating recommends it"
         if self.state == "depends":
             # Both budgets are decided, and time is the first of them.
@@ -260,8 +260,8 @@ def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
 def _no_verdict_yet(recipe: str, missing: list[JobResult]) -> SweepFinding:
     """Return why there is no verdict while jobs that it compares have not ended.
 
-    The settings that are first in a sweep would win, and a look at them would have a
-    chance of error that no later one allows for.
+    Otherwise, the settings that come first in a sweep would win, and this look at the
+    data would have a chance of error that no later look allows for.
     """
     are_missing = "has not ended"
     if len(missing) > 1:
@@ -278,7 +278,7 @@ def _why_no_pair(jobs: list[JobResult]) -> str:
     """Return a clause on why no jobs can be compared with factor 1 at equal memory.
 
     Args:
-        jobs: the jobs of which every seed finished.
+        jobs: the jobs of the groups in which every seed finished.
     """
     bases = [job for job in jobs if job.factor == 1]
     others = [job for job in jobs if job.factor is not None and job.factor > 1]
@@ -511,7 +511,7 @@ def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
 
 
 def _rates_sentence(rates: dict[str, dict[int, float]]) -> str:
-    """Return a sentence on the rates, for each budget if they differ between them."""
+    """Return a sentence on the rates, by budget if they differ between budgets."""
     texts = {}
     for axis, rate_by_factor in rates.items():
         factors = []
@@ -559,7 +559,7 @@ def _interval(contrast: BudgetContrast) -> str:
     if least < 0 < most:
         ends = f"lower by {number(-least)} to higher by {number(most)}"
     else:
-        # Both ends are on the side that the words before the interval name.
+        # Both ends have the sign that the words before the interval express.
         nearest, farthest = sorted([abs(least), abs(most)])
         ends = f"{number(nearest)} to {number(farthest)}"
     # The interval of a look has a higher level, see `chance_of_look`.
@@ -567,7 +567,7 @@ def _interval(contrast: BudgetContrast) -> str:
 
 
 def _consequence(contrast: BudgetContrast) -> str:
-    """Return what follows from the interval if it decides nothing."""
+    """Return the clause that follows an interval that decides nothing; else ""."""
     if contrast.state == "same":
         return ", within chance"
     if contrast.state != "few":
