@@ -1,4 +1,4 @@
-"""Reruns a recorded run and compares the two point by point.
+"""Reruns a recorded run, and compares the two runs point by point.
 
 Input: a run ID and overrides. Output: a new run, a verdict, and an exit status.
 """

@@ -187,7 +187,7 @@ def _check_rate(recorded: RecordedRun, request: Request) -> None:
     """Reject an override of the learning rate if the record has no links.
 
     Such a record, made by an older version, does not say which values follow the
-    learning rate. It also needs an override of the schedule.
+    learning rate. So the schedule has to be overridden, too.
     """
     if _RATE not in request.values or recorded.links:
         return

@@ -113,8 +113,8 @@ def compare(
         changed: metrics whose computation has changed since the recorded run. They are
             left out.
         ends: updates at which the recorded run had reached its horizon, before it was
-            resumed with a longer one. An evaluation of these updates is left out if the
-            rerun has none.
+            resumed with a longer one. An evaluation after one of these updates is left
+            out if the rerun has none there.
     """
     compared = [
         metric

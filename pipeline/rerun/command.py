@@ -271,7 +271,7 @@ class Rerun:
 
 
 def _compare_with(store: ForeignStore, recorded: RecordedRun, other_id: str) -> int:
-    """Compare a run with another one point by point, and return the exit status.
+    """Compare two recorded runs point by point, and return the exit status.
 
     Nothing is written to the store.
     """

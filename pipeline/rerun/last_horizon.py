@@ -1,6 +1,7 @@
 """The horizon of a rerun, if the run was resumed with a different horizon.
 
-The record has the horizon with which the run began, and the tag `horizons` all of them.
+The record has the horizon with which the run began; the tag `horizons` has all its
+horizons.
 """
 
 import shlex
@@ -46,7 +47,7 @@ def requested(recorded: RecordedRun, request: Request) -> Request:
 def _check_finished_as_planned(recorded: RecordedRun, request: Request) -> None:
     """Reject a finished run whose number of updates is not that of its record.
 
-    An older version has changed its horizon in a resume without recording this.
+    Older versions could change a run's horizon in a resume without recording it.
 
     Raises:
         ConfigError: the numbers differ.

@@ -258,7 +258,7 @@ def _touches(key: str, names: Iterable[str]) -> bool:
 def _with_links(
     node: Any, links: Mapping[tuple[str, ...], str], path: tuple[str, ...]
 ) -> Any:
-    """Return a copy of a plain node with links in place of values at their paths."""
+    """Return a copy of the plain node at `path`, with links in place of some values."""
     if path in links:
         return links[path]
     if isinstance(node, dict):

@@ -34,8 +34,8 @@ class Request:
         config_dir: a folder with the user's own config groups.
         config_name: the name of the user's own config.
         overrides: the overrides, in Hydra's grammar.
-        other: the ID, or its beginning, of a run that is compared with the run in place
-            of a rerun. None to rerun the run.
+        other: the ID, or the beginning of the ID, of another run, which is compared
+            with the run in place of a rerun. None to rerun the run.
     """
 
     run_id: str
@@ -105,7 +105,7 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """The config groups whose option is selected, as in `optimizer=lion`."""
+        """The config groups of which an override selects an option: `optimizer=lion`."""
         groups = hydra_errors.groups(self._folders)
         return {group for group in groups if isinstance(self.values.get(group), str)}
 
@@ -157,7 +157,7 @@ class Request:
 
     @property
     def _folders(self) -> list[str]:
-        """The folders with config groups: of installed packages, then the user's own."""
+        """The folders with config groups: of installed packages, then of the user."""
         return [*compose.config_folders(), *self.own_folders]
 
 
@@ -210,7 +210,8 @@ def parse_command_line(arguments: Sequence[str], description: str | None) -> Req
         help="trust what begins with this dotted name, or artifacts at this location",
     )
     add_config_options(parser)
-    # Without a default, argparse would call them required if RUN_ID is missing.
+    # Without a default, argparse would report the overrides as required, too, if RUN_ID
+    # is missing.
     parser.add_argument(
         "overrides", nargs="*", default=[], help="overrides in Hydra's grammar"
     )

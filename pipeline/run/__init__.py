@@ -1,6 +1,6 @@
 """Trains one run from a composed config.
 
-Before that, finds its micro-batch size, and decides whether XLA compiles it.
+Before training, finds the micro-batch size, and decides whether XLA compiles the run.
 """
 
 __all__ = ["run"]

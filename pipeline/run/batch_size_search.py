@@ -137,7 +137,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
     """
     largest_spec = spec.at_largest()
     if spec.times_xla:
-        # Which way is faster is measured later, at the size that is found.
+        # Whether XLA is faster is measured later, at the size that is found.
         largest_spec = largest_spec.with_xla(False)
     budget = {
         "resident": _resident_budget(spec),
@@ -156,7 +156,7 @@ def search(spec: RunSpec) -> tuple[RunSpec, Found]:
 
 
 def balanced(share: int, size: int) -> int:
-    """Return the smallest micro-batch size that needs no more pieces than `size`.
+    """Return the smallest micro-batch size that cuts into no more pieces than `size`.
 
     Args:
         share: number of examples to cut into pieces.
@@ -192,8 +192,8 @@ def largest(share: int, fits: Callable[[int], bool]) -> int | None:
 def fastest(most: int, share: int, rate_of: Callable[[int], float | None]) -> int:
     """Return the smallest micro-batch size that is about as fast as the fastest one.
 
-    Time `most` and the powers of two below, each made even by `balanced`, from large to
-    small. Stop after two sizes in a row that are clearly slower than the best one.
+    Time `most` and the powers of two below it, each made even by `balanced`, from large
+    to small. Stop after two sizes in a row that are clearly slower than the best one.
 
     Args:
         most: the largest size that fits.

@@ -4,9 +4,9 @@ The process imports TensorFlow once and forks itself for each trial, so that it
 continues if a trial dies.
 
 Its input is lines of JSON. The first line has the `spec` and the `budget`: `resident`
-and `address_space` in bytes. Each further line is a request with a `micro_batch_size`,
-and with `timed`, whether to time updates. The answer to a request is a line of JSON
-with some of these keys:
+and `address_space` in bytes. Each further line is a request. It has a
+`micro_batch_size`, and the Boolean `timed`: whether to time updates. The answer to a
+request is a line of JSON with some of these keys:
 
     took            the duration of the trial, in seconds
     on_gpu          whether the trial computed on a GPU
@@ -104,7 +104,8 @@ def _run_fork(
             if answers.poll(POLL_SECONDS):
                 answer |= json.loads(answers.recv_bytes())
             else:
-                # Watch the memory on CPUs only: this process cannot see GPU memory.
+                # Watch the memory only of trials on CPUs: this process cannot see GPU
+                # memory.
                 watches_memory = answer.get("on_gpu") is False
                 memory = _resident_bytes(process.pid) + unused
                 if watches_memory and memory > resident:
@@ -299,7 +300,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _suggests_memory(error: BaseException) -> bool:
-    """Return whether GPU libraries raise this kind of error also for lack of memory."""
+    """Return whether GPU libraries also raise this kind of error for lack of memory."""
     if isinstance(error, tf.errors.InternalError | tf.errors.UnknownError):
         return True
     is_unclear = UNCLEAR_ERRORS.search(str(error)) is not None

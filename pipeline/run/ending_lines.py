@@ -38,9 +38,9 @@ def open_or_repeat(
 ) -> str:
     """Return a line with the command that shows a finished run.
 
-    The command that repeats the run follows, unless the run has code of the user's own,
-    which that command would have to allow. If the run's learning rates had several
-    horizons, the line says instead that no rerun repeats the run.
+    The command that repeats the run follows, unless the run uses the user's own code,
+    which that command would have to allow. If the run's horizon changed and its
+    learning rates depended on it, the line says instead that no rerun repeats the run.
 
     Args:
         run_id: the ID of the run.

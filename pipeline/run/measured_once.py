@@ -40,7 +40,7 @@ def locked(file: Path, key: str) -> AbstractContextManager[Any]:
             return lock.acquire(timeout=SILENCE)
         except Timeout:
             say(f"{key}: waiting for another process that is measuring the same value")
-            # Without a time limit: `Timeout` is an `OSError`, which is suppressed here.
+            # Set no time limit: `Timeout` is an `OSError`, which is suppressed here.
             return lock.acquire()
     return nullcontext()
 

@@ -142,7 +142,7 @@ class _Job:
         found: the result of the search for a micro-batch size, or None if there was no
             search.
         choice: whether XLA compiles, and the times that decided it. None if the config
-            or a record has decided it.
+            or a record decides.
     """
 
     parts: Parts
@@ -418,10 +418,10 @@ def _closing(
 ) -> Iterator[_Closing]:
     """Close the run when the block ends.
 
-    This includes a block that ends with an error or is interrupted. Unless it ends with
-    an error, print the results and the times. After an interruption, print how to
-    resume the run. The jobs of a sweep print neither: a sweep has a report, and prints
-    the command that resumes all of its jobs.
+    The run is also closed if the block ends with an error or is interrupted. Unless the
+    block ends with an error, print the results and the times. After an interruption,
+    print how to resume the run. The jobs of a sweep print neither: a sweep has a
+    report, and prints the command that resumes all of its jobs.
     """
     closing = _Closing()
     is_job_of_sweep = config.tracking.sweep is not None
@@ -436,7 +436,8 @@ def _closing(
         if interrupted:
             cause = str(error) or "Ctrl-C"
             failure = f"interrupted by {cause}"
-        # Suppress further errors, such as of a lost device, to raise the first one.
+        # Suppress further errors, such as those of a lost device, to raise the first
+        # one.
         with suppress(Exception):
             recorder.fetch()
         raise
@@ -497,7 +498,7 @@ def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
 def _warm_up(traced: threading.Event) -> None:
     """Import and prepare MLflow for `_log_model`, once the update is traced.
 
-    While the update is traced, Python is busy; afterwards it is idle, as the device
+    While the update is traced, Python is busy; afterwards it is idle while the device
     trains.
     """
     traced.wait()

@@ -46,7 +46,7 @@ def decide(parts: Parts) -> tuple[Parts, Choice]:
 
     Returns:
         The parts with XLA on or off, and the choice. The first line that the parts
-        print states it.
+        print states the choice.
     """
     identity = measured_once.identity(parts.spec)
     identity["micro_batch_size"] = parts.plan.micro_batch_size
@@ -59,7 +59,8 @@ def decide(parts: Parts) -> tuple[Parts, Choice]:
             say(f"{XLA}=fastest: timing updates with XLA and without")
             choice = timed(parts)
             if choice is None:
-                # Each way fails. The run reports the error of the simpler one.
+                # Both ways fail. The run reports the error of the simpler one, without
+                # XLA.
                 return parts.with_xla(False), Choice(False, "no update runs")
             disk_cache.remember(file, asdict(choice))
     return parts.with_xla(choice.compiles, f", {choice}"), choice
@@ -73,7 +74,7 @@ def timed(parts: Parts, clock: Clock = time.monotonic) -> Choice | None:
 
 
 def choice_of(with_xla: Timing, without: Timing) -> Choice | None:
-    """Return the way that is faster, or that runs at all; None if neither runs."""
+    """Return the faster way, or the only one that runs; None if neither runs."""
     if not with_xla.runs and not without.runs:
         return None
     if not with_xla.runs:

@@ -44,8 +44,9 @@ class ClassForm:
     def of_term(cls, term: Term) -> ClassForm | None:
         """Return the form of an output, or None if its labels are not classes.
 
-        A binary or categorical cross-entropy of Keras decides it. For another loss,
-        labels are classes if they are integers and the output has one more axis.
+        If the loss is a binary or categorical cross-entropy of Keras, it decides the
+        form. For another loss, labels are classes if they are integers and the output
+        has one more axis.
         """
         if not (isinstance(term.y, tf.Tensor) and isinstance(term.output, tf.Tensor)):
             return None
@@ -78,8 +79,8 @@ class ClassForm:
     def probabilities(self, output: tf.Tensor) -> tf.Tensor:
         """Return the probability of each class, of shape (…, classes), float32.
 
-        Outputs of a loss without `from_logits` are returned as they are: only their
-        order means something.
+        Outputs of a loss without `from_logits` are returned as they are, so only their
+        order is meaningful.
         """
         output = tf.cast(output, tf.float32)
         if self.labels is Labels.BINARY:

@@ -84,9 +84,10 @@ class Collected:
 
 
 class Collector:
-    """Collects over one evaluation. Call `start`, then `add` for each batch.
+    """Collects the examples and counts of an evaluation that are shown.
 
-    With several workers, it sees the share of this worker.
+    Call `start`, then `add` for each batch. With several workers, the collector sees
+    only this worker's share.
 
     Attributes:
         collected: what was collected since `start`.
@@ -197,5 +198,5 @@ def _examples(
 
 
 def _row(part: Any, row: int) -> Any:
-    """Return an example's row of a part of a view; an empty tuple stays as it is."""
+    """Return an example's row in a part of a view; an empty tuple stays as it is."""
     return part if isinstance(part, tuple) else part[row]

@@ -65,7 +65,7 @@ def confusion_matrix(counts: np.ndarray) -> Image.Image:
 
     Args:
         counts: the number of positions of each class (rows) that were predicted to be
-            of each class (columns). The color is the share of the row.
+            of each class (columns). A cell's color shows its share of the row.
     """
     classes = len(counts)
     cell = max(4, _MATRIX // classes)
@@ -99,8 +99,8 @@ def confusion_matrix(counts: np.ndarray) -> Image.Image:
 def reliability_curve(reliability: Reliability) -> Image.Image:
     """Return a picture of the share of correct predictions by their confidence.
 
-    For each bin of the confidence, a bar shows the share. A line shows where the two
-    are equal. The title has the expected calibration error.
+    For each bin of the confidence, a bar shows the share. A line shows where share and
+    confidence are equal. The title has the expected calibration error.
     """
     side = _CURVE + 2 * _MARGIN
     picture = Image.new("RGB", (side, side), "white")

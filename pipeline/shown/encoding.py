@@ -72,8 +72,10 @@ def of_array(array: np.ndarray) -> Image.Image:
 def to_bytes(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the values of pictures as bytes from 0 to 255, in the same way for all.
 
-    Values within 0 … 1, −1 … 1 or 0 … 255 are taken as such. Others are stretched from
-    their minimum to their maximum. Values that are not finite become 0.
+    Arrays that all hold bytes are returned unchanged. Otherwise, the values are mapped
+    from the first of the ranges 0 … 1, −1 … 1 and 0 … 255 that contains them all, or
+    else from the range between their minimum and maximum. Values that are not finite
+    are first set to 0.
     """
     if all(array.dtype == np.uint8 for array in arrays):
         return list(arrays)

@@ -51,7 +51,7 @@ class Functions:
         )
 
     def compute_outputs(self) -> None:
-        """Compute the outputs of the current weights, for the next `results`."""
+        """Compute the outputs with the current weights; `results` uses them."""
         self._outputs = None
         with self._reported("training.shown"), _state_kept(self._changed):
             parts = []
@@ -110,7 +110,7 @@ class Functions:
 def _state_kept(variables: Sequence[tf.Variable]) -> Iterator[None]:
     """Restore variables, and the random states of Python and NumPy, after the block.
 
-    So the training after it is the same as without the block.
+    So training continues as it would without the block.
     """
     values = [tf.identity(variable) for variable in variables]
     state_of_python = random.getstate()

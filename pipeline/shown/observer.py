@@ -43,7 +43,7 @@ class Observation(NamedTuple):
     Attributes:
         losses: the loss of each example, (examples,): the sum over outputs of the mean
             over the positions that count. −∞ for an example without such positions. An
-            empty tuple if an example alone has no loss.
+            empty tuple if a single example has no loss.
         views: one view for each output, by its name.
     """
 
@@ -158,7 +158,7 @@ def _first_numbers(part: Any) -> Any:
         return ()
     if part.shape.rank == 1:
         part = tf.expand_dims(part, -1)
-    # The shape must name the number of examples, as the batch may be empty.
+    # The shape must contain the number of examples, since the batch may be empty.
     size = tf.reduce_prod(tf.shape(part)[1:])
     flat = tf.reshape(part, tf.stack([tf.shape(part)[0], size]))
     return tf.cast(flat[:, :MOST_NUMBERS], tf.float32)

@@ -27,7 +27,8 @@ class Settings:
     """The config key `tracking.show`.
 
     Attributes:
-        examples: how many examples are shown of each set.
+        examples: how many of the split's first examples are shown, and how many of its
+            worst ones.
         confusion: whether to show a confusion matrix.
         reliability: whether to show a reliability curve.
     """

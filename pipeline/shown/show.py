@@ -16,7 +16,7 @@ PREFIX = "shown"  # of the keys of pictures
 
 
 class Show:
-    """Collects over an evaluation of the validation split, and logs what is shown.
+    """Collects what to show of an evaluation of the validation split, and logs it.
 
     Call `start`, `add` for each batch, `finish`, and then the object itself.
 

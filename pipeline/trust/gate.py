@@ -1,6 +1,6 @@
 """Checks a config from a tracking store before anything in it is instantiated.
 
-The gate decides what such a fetched config may build, read and write:
+The gate decides what a config fetched from a store may build, read and write:
 
     fetched config ─► check_config: every name and path, as text
                    ─► the objects that the names refer to ─► rerun
@@ -85,7 +85,7 @@ class Gate:
             self._raise_outside(path, key)
 
     def confine_pattern(self, pattern: str, key: str) -> None:
-        """Reject a pattern of files that matches one outside the allowed folders.
+        """Reject a pattern of files that matches a file outside the allowed folders.
 
         See `confine`, and `pipeline.common.file_patterns` for patterns.
         """
@@ -174,7 +174,7 @@ def check_config(
     """
     check_size(config)
     checked = dict(config)
-    if gate.start:  # the user named the run to begin with
+    if gate.start:  # the user named the run to start from
         checked.pop("start", None)
 
     targets: dict[tuple[str, str], None] = {}  # an ordered set of pairs
@@ -340,7 +340,7 @@ def _check_text(text: str, key: str, gate: Gate) -> None:
         if character not in "\t\n" and unicodedata.category(character) in ("Cc", "Cf"):
             raise ConfigError(key, "must consist of visible characters", text)
     # Skip the names of an experiment and a run, which may look like paths. Any other
-    # text may reach code that reads or writes at that path.
+    # text that is a path may reach code that reads or writes there.
     if _is_path(text) and not key.startswith("tracking."):
         gate.confine(text, key)
 
@@ -378,7 +378,7 @@ def _check_hydra_keys(node: dict[Any, Any], key: str, target: str) -> None:
 def _check_reader(node: dict[Any, Any], key: str, target: str, gate: Gate) -> None:
     """Check the arguments of a target that reads files."""
     for name in ("_args_", "_partial_"):
-        if node.get(name):  # it would hide a path from these checks
+        if node.get(name):  # could hide a path from these checks
             rule = f"of {target} must be left out: give its arguments by name"
             raise ConfigError(_join(key, name), rule)
 
@@ -423,7 +423,7 @@ def _check_patterns(
 def _further_validation_splits(node: dict[Any, Any], key: str) -> dict[str, str]:
     """Return the splits of the same dataset in `dataset.validations`, by their keys.
 
-    The dataset is built once more for each of them, as its `validation_split`.
+    The dataset is built once more for each of these splits, as its `validation_split`.
     """
     sets = node.get("validations")
     if not isinstance(sets, dict):

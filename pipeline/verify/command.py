@@ -322,7 +322,7 @@ def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]
 
     Raises:
         ConfigError: something other than a metric does not run in float64, or the
-            config is invalid in any precision. With several workers, also if a metric
+            config is invalid in every precision. With several workers, also if a metric
             does not run in float64.
     """
     from pipeline.components import assembly

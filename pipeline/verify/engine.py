@@ -90,7 +90,7 @@ class _Rounding:
 
 @dataclass(frozen=True)
 class _Step:
-    """The values of a variable before an update, and after each of the two updates."""
+    """The values of a variable before the two updates, and after each of them."""
 
     before: Any
     expected: Any  # after the update by Keras
@@ -103,7 +103,7 @@ def compare(
     """Compare updates in micro-batches with whole-batch updates from the same weights.
 
     The reference is Keras: `model.compute_loss` on all examples, one tape, and one
-    `optimizer.apply`. If the batch does not fit in memory, the reference is the kernel
+    `optimizer.apply`. If the batch does not fit in memory, the reference is `Update`
     with micro-batches of one example. Model and optimizer are restored at the end.
 
     The bound is γ = m·u / (1 − m·u), relative to the largest term of a sum, where u is
@@ -275,7 +275,7 @@ def _trace(update: Update, specs: Any) -> _TracedUpdate:
 def _compare_at_current_weights(
     traced: _TracedUpdate, state: Sequence[Any], batches: Sequence[Any]
 ) -> list[list[Difference]]:
-    """Compare the updates with all batches, each from the current values of `state`."""
+    """Compare the updates for each batch, always from the current values of `state`."""
     update = traced.update
     before = _arrays(update.model.trainable_variables)
 
@@ -326,7 +326,7 @@ def _update_by_keras(traced: _TracedUpdate, batch: Any) -> _Outcome:
 
 
 def _by_single_examples(update: Update, batch: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Compute loss and gradients with the kernel, in micro-batches of one example."""
+    """Compute loss and gradients with `Update`, in micro-batches of one example."""
     limits: dict[str, Any] = {"micro_batch_size": 1}
     if update.token_limit is not None:
         limits["micro_batch_tokens"] = update.token_limit.tokens
@@ -392,7 +392,7 @@ def _results_by_keras(
 ) -> dict[str, Any]:
     """Compute the loss and the metrics of a batch with Keras.
 
-    Metrics that the kernel weights by a mask, but Keras does not, are left out.
+    Metrics that `Update` weights by a mask, but Keras does not, are left out.
     """
     model = computation.model
     outputs, y, sample_weight = _as_keras_takes(

@@ -142,7 +142,7 @@ class _Observer:
         self._divisors: list[Any] | None = None
 
     def observe(self, start: int, stop: int) -> list[_Observation]:
-        """Return the observations of a part, in the order to check them for a fault.
+        """Return the observations of a part, in the order in which to check them.
 
         The first call has to be for the whole batch.
         """
@@ -188,7 +188,7 @@ class _Observer:
     def _added_losses(self, count: int) -> list[_Observation]:
         """Return the losses that each layer adds for a part of `count` examples.
 
-        Added scalars that are means are weighted by the share of the part.
+        Added scalars that are means are weighted by the part's share of the batch.
         """
         rule = self._objective.added_losses
         share = 1.0
@@ -207,7 +207,7 @@ class _Observer:
         return observations
 
     def _regularizers(self, share: float) -> list[_Observation]:
-        """Return each weight's regularization penalty times the share of the part."""
+        """Return each weight's regularization penalty, times the part's `share`."""
         observations = []
         for variable in self._model.trainable_variables:
             if variable.regularizer is not None:
@@ -267,7 +267,7 @@ def _gradients_of_losses(
 
 
 def _call_recorded(model: keras.Model, x: Any) -> tuple[Any, list[_LayerCall]]:
-    """Call the model; return the outputs, and the layers' calls as they completed.
+    """Call the model; return its outputs, and the layers' calls in order of completion.
 
     A layer completes its call after the layers that it calls itself.
     """
