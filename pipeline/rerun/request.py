@@ -105,7 +105,7 @@ class Request:
 
     @cached_property
     def groups(self) -> set[str]:
-        """The config groups of which an override selects an option: `optimizer=lion`."""
+        """The config groups whose option is overridden, as in `optimizer=lion`."""
         groups = hydra_errors.groups(self._folders)
         return {group for group in groups if isinstance(self.values.get(group), str)}
 

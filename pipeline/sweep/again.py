@@ -143,9 +143,8 @@ def in_recorded_order(
     """Return the overrides of a sweep with `--again`, ordered as in its record.
 
     The name of a job lists its values in the order of the overrides, and has to be the
-    same as before. So an override that the command
-    line repeats takes its place in the record. The others of the command line come
-    last, and so take precedence.
+    same as before. So an override that the command line repeats stands where the record
+    has it. The other overrides of the command line come last, and so take precedence.
 
     Args:
         tags: the tags of the sweep's parent run.

@@ -34,7 +34,7 @@ class RunningJob(Protocol):
 
 
 class Backend(Protocol):
-    """Where the jobs of one batch run: this process, processes of its own, or Slurm.
+    """Where the jobs of a batch run: this process, processes of their own, or Slurm.
 
     Attributes:
         interval: seconds between two polls of the jobs.

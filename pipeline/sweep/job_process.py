@@ -75,7 +75,8 @@ def _apply(settings: ProcessSettings) -> None:
 def _end_with_sweep(pipe: connection.Connection) -> None:
     """Send SIGTERM to this process when the sweep's process has ended.
 
-    Only the sweep's process holds the other end of the pipe, which closes with it.
+    Only the sweep's process holds the other end of the pipe, so the pipe is closed when
+    that process ends.
     """
     with contextlib.suppress(OSError):
         pipe.poll(None)

@@ -275,7 +275,7 @@ class LocalJob:
         self._send(signal.SIGKILL)
 
     def _receive(self) -> None:
-        """Read the ending if the job has sent it. Close the pipe once the job has."""
+        """Read the ending if it was sent; close the pipe if the job has closed it."""
         try:
             while not self._pipe.closed and self._pipe.poll():
                 self._ending = self._pipe.recv()

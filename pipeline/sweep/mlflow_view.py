@@ -106,8 +106,9 @@ def description(
         parent: the parent run of the sweep.
         fragment: fragment of the view that compares the jobs.
         result_table: the cells of each row, the header first; empty before the sweep
-            has ended. Rows that would exceed the tag's limit, less
-            `_RESERVED_FOR_VERDICT` characters, are replaced by their number.
+            has ended. Rows that do not fit into the tag's limit, less
+            `_RESERVED_FOR_VERDICT` characters, are replaced by a line with their
+            number.
         other_text: the number of characters in the tag that the user wrote.
     """
     varied_keys = ", ".join(f"`{key}`" for key in parent.varied) or "nothing"
@@ -241,7 +242,7 @@ def robust_range(values: Sequence[float]) -> AxisRange | None:
 def _update_ranges(parent: ParentRun, closed: threading.Event) -> None:
     """Save the view at intervals, with ranges from the jobs' values so far.
 
-    End once the sweep is closed, as `complete` then saves the view.
+    End once the sweep is closed, since `complete` then saves the view.
     """
     pause = 0.0
     while not closed.wait(pause):

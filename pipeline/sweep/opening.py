@@ -33,8 +33,8 @@ _CLAIM = "sweep.claim"
 # Seconds to wait before checking that no other process has overwritten the claim. It
 # must exceed the duration of a request.
 CLAIM_SECONDS = 3.0
-# Seconds after which a claim is ignored: the process that made it has died, or writes
-# heartbeats.
+# Seconds after which a claim is ignored: by then, the process that made it has died, or
+# writes heartbeats.
 _CLAIM_LASTS = 30.0
 
 

@@ -30,7 +30,7 @@ from pipeline.sweep.job_task import JobTask, importing_only_this_package
 from pipeline.sweep.launcher import SweepLauncher
 from pipeline.sweep.running_sweep import RunningSweep
 
-# State of a job that `squeue` does not list: it ended minutes ago.
+# State of a job that `squeue` no longer lists, since it ended minutes ago.
 _UNLISTED = "gone"
 _ENDED_STATES = (
     "COMPLETED",
@@ -154,7 +154,7 @@ class SlurmBackend:
                 self.states[slurm_id] = state
 
     def stop(self, running: Sequence["SlurmJob"], *, kill: bool) -> None:
-        """Cancel all jobs of the sweep: once, and at every call with `kill`."""
+        """Cancel the sweep's jobs at the first call, and at every call with `kill`."""
         # Cancel by name, since a job may have been submitted although its submission
         # was interrupted. `scancel` removes pending jobs. It sends SIGTERM to running
         # jobs, and SIGKILL after Slurm's KillWait.

@@ -24,8 +24,9 @@ _DERIVED_PARAMS = {
     "accumulation.effective_batch_size": "derived.effective_batch_size",
     "accumulation.micro_batch_size": "derived.micro_batch_size",
 }
-# Number of charts side by side. A new browser shows MLflow's assistant beside them: in
-# a window 1600 pixels wide, three charts were 198 pixels wide each, and two 301.
+# Number of charts side by side. In a new browser, MLflow's assistant is shown beside
+# the charts: in a window 1600 pixels wide, each of three charts was then 198 pixels
+# wide, and each of two 301.
 COLUMNS = 2
 
 
@@ -51,8 +52,8 @@ def view_settings(parent: ParentRun, ranges: Mapping[str, AxisRange]) -> dict[st
         columns.append(f"metrics.`{metric}`")
     return {
         "searchFilter": f"tags.sweep = '{parent.run_id}'",
-        # Not `attributes.start_time`, which means the same: ordered by it, the UI nests
-        # the jobs below the parent and omits them from its charts.
+        # Not `attributes.start_time`, which means the same: if it orders the runs, the
+        # UI nests the jobs below the parent and omits them from its charts.
         "orderByKey": "attributes.created",
         "orderByAsc": True,
         "groupBy": _grouping(parent.varied),

@@ -14,8 +14,8 @@ The purpose of a request decides after which failures it is repeated:
   tag, an input or a file that was rejected several times is left out, and is named in
   the tag `not_shipped`, so that the run can still be ended. Points and params are never
   left out.
-- The run itself is created in a few attempts, or in one if it is rejected. Then the
-  trainer decides.
+- The creation of the run itself is tried a few times, but not again once the store
+  rejects it. If it fails, the trainer decides what to do.
 - A model is optional, and so is the tag that names a fork in the run from which it was
   forked. Their requests are repeated only after a temporary failure.
 """

@@ -69,8 +69,9 @@ def of_run(
 ) -> list[RecordedHorizon]:
     """Return the horizons of a run, each with the update after which it applied.
 
-    Horizons towards which no update was trained are left out. An older version has not
-    recorded the horizons of segments: the first one is then that of the run's params.
+    Horizons towards which no update was trained are left out. Older versions did not
+    record the horizons of segments. For their runs, the first horizon is that of the
+    params.
 
     Args:
         start: the description of the run.
@@ -113,7 +114,7 @@ def of_tags(tags: Mapping[str, str]) -> list[RecordedHorizon]:
 def tag(
     start: RunStart, horizons: Sequence[RecordedHorizon], tags: Collection[str]
 ) -> dict[str, str]:
-    """Return the tag of a resumed run; none if its params hold its only horizon.
+    """Return the tag of a resumed run; no tag if its params hold its only horizon.
 
     Args:
         start: the description of the run.

@@ -529,7 +529,7 @@ class Journal:
             self._lag = 2 * min(waiting)
 
     def _finish(self) -> str | None:
-        """Let the shipper ship the rest and end, and return its last answer.
+        """Let the shipper ship the rest and end; return why lines were not shipped.
 
         First send it the lines that are not in the file.
 

@@ -61,8 +61,8 @@ from pipeline.tracking.journal_lines import (
 # Names of files in the run directory.
 JOURNAL_NAME = "journal.jsonl"
 CONFIG_RECORD = "config.yaml"  # the resolved config, which is written first
-# The record of the data. It is the last file that describes a run: its first line in
-# the journal marks that the description is complete. It may be logged again later.
+# The record of the data. It is the last file that describes a run: the first line that
+# logs it marks the end of the description. It may be logged again later.
 DATASET_RECORD = "dataset.json"
 MODEL = "logged_model-{}"  # folder of a saved model, removed when the store has it
 # Folders with the pictures and the tables that were shown at evaluations. MLflow's page
@@ -333,8 +333,8 @@ class Past:
             that of the first line.
         uploaded: whether the last line says that the store has all of the journal.
         steps: the steps that have a row, by the prefix of its metrics, such as `val`.
-            Rows from the user's own code are not included. `SHOWN` has the steps whose
-            pictures and tables were logged.
+            Rows from the user's own code are not included. The key `SHOWN` has the
+            steps whose pictures and tables were logged.
         logged: the steps of each metric that the user's own code has logged.
         last: the latest value of each metric.
         tags: the tags that were set after the start of the run, and those of the rows
@@ -383,7 +383,7 @@ class Past:
         Args:
             run_dir: a directory with a journal of this version.
             key: the argument that names the run in an error.
-            running: whether to accept a run that another process trains.
+            running: whether to accept a run that another process is training.
             seconds: how long to wait until such a run ends, if it is not accepted.
 
         Raises:
@@ -550,6 +550,6 @@ def _opened(run_dir: Path, key: str) -> int:
 def _lock_to_write(
     descriptor: int, run_dir: Path, key: str, seconds: float = 0.0
 ) -> None:
-    """Lock a journal as its writer; raise a ConfigError if another process has it."""
+    """Lock a journal as its writer; raise a ConfigError if another process has."""
     if not lock(descriptor, WRITER, seconds):
         raise ConfigError(key, "is still running", str(run_dir))

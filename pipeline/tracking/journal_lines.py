@@ -51,7 +51,7 @@ class Line:
 
     There is a subclass for each kind of line that this version knows. A line of any
     other kind is read as a `Line`. The fields of a subclass are its keys on disk, in
-    this order. A field that is None is left out.
+    the same order. A field that is None is left out.
 
     Attributes:
         time: milliseconds since 1970. A line without it gets the current time when it
@@ -346,7 +346,7 @@ class Resume(Line):
 
 
 _KINDS = (
-    Evaluated,  # before `Row`, as it has the key of a row, too
+    Evaluated,  # before `Row`, since it has the key of a row, too
     Row,
     Start,
     Created,

@@ -22,7 +22,7 @@ from pipeline.tracking.journal_lines import (
     Tags,
 )
 
-_UPDATE = b'"train/loss":'  # part of each row of an update: only a metric is a key
+_UPDATE = b'"train/loss":'  # part of each row of an update, and of no other line
 _LATEST = 10**14  # the latest time that can be shown, in the year 5138
 _NULL = "null"  # the param of a key that is null
 _CREATED = b'"run":'  # part of each line with the IDs of the run

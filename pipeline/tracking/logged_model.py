@@ -211,7 +211,7 @@ def code_to_save(model: keras.Model, targets: Iterable[str]) -> list[str]:
     These are modules and packages below the working directory, without `site-packages`.
     Code from elsewhere, such as a folder in PYTHONPATH, is not included: it may be any
     library. The user can name such code in `tracking.code`.
-    `provenance.hashes_of_own_code` covers it.
+    In contrast, `provenance.hashes_of_own_code` includes such code.
 
     Args:
         model: the model, whose layers may be of the user's own classes.

@@ -68,8 +68,9 @@ NAMED = (
 _OWN_FILE = re.compile(r"\w+(/\w+)*\.py")  # matches the name of a file of code
 HASH_TAG = "config.hash"  # tag of a run: the hash of its config
 HASH_VERSION = "v2:"  # prefix of a config hash; a hash of version 1 has no prefix
-# Keys that are newer than this version, with the default that changes nothing. A hash
-# does not cover such a default, so it equals the hash of a config without the key.
+# Keys that are newer than this version of the hash, each with the default that changes
+# nothing. The hash leaves out a key with this default, so it equals the hash of a
+# config without the key.
 _NEWER_KEYS = {
     "accumulation.micro_batch_tokens": None,
     "dataset.lengths": None,
@@ -481,7 +482,7 @@ def _git(*arguments: str) -> str | None:
 def _installed_packages() -> dict[str, str | None]:
     """Return the version of every installed distribution, by its name.
 
-    The metadata files are searched as text, which is faster than the attribute
+    The metadata files are searched as text. This is faster than the attribute
     `metadata`, which parses each file completely.
     """
     versions: dict[str, str | None] = {}
@@ -505,8 +506,8 @@ def _hardware() -> dict[str, Any]:
         "gpus": [name for name, _ in gpus],
         "driver": driver,
     }
-    # Do not import TensorFlow just for this, which takes seconds: the versions of
-    # CUDA's packages are recorded anyway.
+    # Do not import TensorFlow just for this: the import takes seconds, and the versions
+    # of CUDA's packages are recorded anyway.
     if "tensorflow" in sys.modules:
         build = sys.modules["tensorflow"].sysconfig.get_build_info()
         hardware["cuda"] = build.get("cuda_version")

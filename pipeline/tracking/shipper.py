@@ -46,8 +46,8 @@ with imports.without_collections():
     from pipeline.tracking.uploader import StoreGoneError, Uploader
 
 # Seconds between two looks at the journal once all written lines are shipped. Each look
-# also takes a sample of the system metrics. It is also the minimum number of seconds
-# between two requests for the run's tag `STOP_TAG`.
+# also takes a sample of the system metrics. Two requests for the run's tag `STOP_TAG`
+# are also at least this far apart.
 INTERVAL = 5.0
 
 
@@ -72,8 +72,8 @@ def main() -> None:
 
 
 def _report_unraisable(unraisable: Any) -> None:
-    # Ignore a SystemExit, which SIGTERM raises in a destructor: standard input is
-    # closed as well, and ends this process.
+    # Ignore a SystemExit that SIGTERM raises in a destructor: this process ends anyway,
+    # since its standard input is also closed.
     if unraisable.exc_type is not SystemExit:
         sys.__unraisablehook__(unraisable)
 
@@ -184,7 +184,7 @@ def _follow(uploader: Uploader, sampler: SystemSampler | None) -> None:
 
 
 class _StopCheck:
-    """Asks the store at intervals whether a run is to end, until it is."""
+    """Asks the store at intervals whether a run is to end, until the answer is yes."""
 
     def __init__(self, uploader: Uploader):
         self._uploader = uploader

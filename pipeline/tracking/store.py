@@ -89,7 +89,7 @@ class Store:
         existing store, this does nothing.
         """
         if self.is_new():
-            # A server needs none of this import, which takes half a second.
+            # Import this only here: it takes half a second, and servers do not need it.
             from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
             with tempfile.TemporaryDirectory() as folder:
@@ -317,7 +317,7 @@ def _check_folder(database: Path) -> Path:
 def _check_space(folder: Path) -> None:
     """Reject a folder on a disk that has no space for a new store.
 
-    Otherwise the store's first write would fail, when the run has a folder already.
+    Otherwise the store's first write would fail later, after the run's folder is made.
     """
     try:
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,4 +1,4 @@
-"""Ships all lines of a journal but the rows of metrics, such as tags and files."""
+"""Ships a journal's tags, files and all other lines, except rows of metrics."""
 
 import errno
 import re

@@ -18,8 +18,8 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         own: the store that the user's config names.
         patience: seconds without progress after which the store counts as unreachable.
         named: whether the user named the run. If not, a run that is complete in the
-            store is skipped. A run that is still running, or whose journal cannot be
-            read, is skipped with a message.
+            store is skipped, and a run that is still running or whose journal cannot be
+            read is skipped with a message.
 
     Returns:
         The exit status: 0, or `NOT_SHIPPED` if the store lacks a part of the run.
@@ -61,7 +61,7 @@ def _ship(
     try:
         uri = own.followed(past.store, place, moves=not past.run_id)
     except ConfigError:
-        # Its own store has all of it: nothing is missing in the user's.
+        # Skip a run that is complete in the store that its journal names.
         if skip_complete and past.uploaded:
             return None
         raise
@@ -97,8 +97,8 @@ def _ship(
 def _remember(past: Past, run: RunIds, uri: str) -> None:
     """Append to the journal that the store at `uri` has all of the run.
 
-    Nothing is appended if the journal says so already, is damaged, or is in use or has
-    changed meanwhile: a further `pipeline sync` then asks the store.
+    Nothing is appended if the journal says so already, is damaged, is in use, or has
+    changed meanwhile. The next `pipeline sync` then asks the store.
     """
     store = secrets.mask(sqlite_uri.absolute(uri))
     if past.damage or (past.run_id == run.run_id and past.store == store):

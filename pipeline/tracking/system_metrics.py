@@ -11,7 +11,7 @@ from pipeline.common.errors import first_line, say
 
 
 class SystemSampler:
-    """Samples the system metrics of a run. After an error, the run only lacks samples.
+    """Samples the system metrics of a run. If this fails, only samples are missing.
 
     Args:
         uri: the URI of the store.
@@ -36,7 +36,8 @@ class SystemSampler:
                 self._read = system_sampler(self._uri, self._run_id, self._gpus)
             return self._read()
         except Exception as error:  # for example, the driver of a GPU has failed
-            # Create new monitors for the next sample: these may hold half a sample.
+            # Create new monitors for the next sample, since these may hold part of a
+            # sample.
             self._read = None
             if not self._has_failed:
                 self._has_failed = True

@@ -38,8 +38,8 @@ class UserMetrics:
         self._tracker = tracker
         self._reported: set[str] = set()  # keys of the messages that were printed
         # The user's code in `tf.py_function` runs in TensorFlow's threads, so this lock
-        # guards the check whether the update already has a value. The journal has its
-        # own lock for writing a line.
+        # guards the check that the update has no value yet. The journal has its own
+        # lock for writing a line.
         self._lock = threading.Lock()
 
     @contextmanager

@@ -17,7 +17,8 @@ from pipeline.dataset import non_finite
 from pipeline.shown.show import Show
 from pipeline.training.oom_retry import assign_all, halve
 
-# Called between two batches of an evaluation. To end it, the call raises an exception.
+# Called between two batches of an evaluation. It raises an exception to end the
+# evaluation.
 Check = Callable[[], None]
 # The name of the dataset's own validation split among the validation sets. No set of
 # `dataset.validations` can have it.

@@ -15,7 +15,7 @@ class Explosion:
 
     Attributes:
         first: the first loss, or None before the first update.
-        update: the update at which the loss had exploded, or None.
+        update: the first update at which the loss had exploded, or None.
     """
 
     first: float | None = None

@@ -265,7 +265,7 @@ class Trainer:
         names = self._due()
         if self.pending or not names:
             return
-        # Trace the update first, as without this evaluation: see `restore`.
+        # Trace the update first, as a run without this evaluation does; see `restore`.
         self._next_update.get_concrete_function(iterator)
         with self.recorder.paused():
             results = self._evaluate(names, self.raise_if_stopped)

@@ -10,7 +10,7 @@ from pipeline.training.evaluator import Evaluations
 
 
 class MonitoredMetrics:
-    """Prints a line for each callback once, if the metric it monitors is missing.
+    """Prints a line, once for each callback whose monitored metric is missing.
 
     Keras' own warning does not name the callback. Without the metric, `EarlyStopping`
     never stops, and `ModelCheckpoint(save_best_only=True)` saves as if the epoch were

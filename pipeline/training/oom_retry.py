@@ -59,9 +59,9 @@ class OomRetry:
         self._runs = 0
         self._completed_runs = 0
 
-        # The queue holds the number of a run and its batch. If a run fails and the
-        # queue is empty or holds another number, the run failed while reading its
-        # batch.
+        # The queue holds the number of a run of the update, and the run's batch. If a
+        # run fails and the queue is empty or holds another number, the run failed while
+        # reading its batch.
         parts = tf.nest.flatten(spec, expand_composites=True)
         with tf.device("CPU:0"):
             self._run_number = tf.Variable(0, dtype=tf.int64, trainable=False)

@@ -134,7 +134,8 @@ class _EpochMeans:
     A result that is missing in some updates is averaged over the others.
 
     Attributes:
-        sums: the sums of each result times the number of examples in the update.
+        sums: for each result, the sum over updates of its value times the number of
+            examples.
         examples: the number of examples in each sum.
     """
 

@@ -2,8 +2,8 @@
 
     trace all ─► copy the state ─► [put the state back, one update] in turns ─► medians
 
-Each update that runs here is the first update of the run, and leaves no trace: all
-variables that it uses, and the random states of Python and NumPy, are restored.
+Each update that runs here is the first update of the run, and has no lasting effect:
+all variables that it uses, and the random states of Python and NumPy, are restored.
 """
 
 import random
