@@ -100,7 +100,7 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
 
     Merrill et al. average over a number of updates. With a batch k times as large, such
     an average spans k times as many examples, and so includes older losses. Here the
-    losses of all branches are averaged over the same examples, see
+    losses of all branches are averaged over the same examples; see
     `_losses_at_same_examples`.
 
     The interval is computed by a parametric bootstrap of the smoothed losses (Efron and

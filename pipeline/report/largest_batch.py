@@ -41,8 +41,8 @@ class BatchCosts:
         begun_at_target: the batches with a judged job that was at the target before its
             first update. The cost of such a job is 0.
         horizons: the minimum number of examples seen by the jobs of a batch, by batch.
-            It is NaN if that of a job is unknown.
-        fit: the trade-off between examples and updates, or None if it cannot be fitted,
+            NaN if the number is unknown for one of these jobs.
+        fit: the trade-off between examples and updates, or None if it cannot be fitted;
             see `statistics.tradeoff`.
     """
 
@@ -98,7 +98,7 @@ class LargestBatch(Result):
     Attributes:
         family: the part of the name that the jobs share.
         largest: the largest batch that pays.
-        interval: its 95% interval, see `interval_of_largest`.
+        interval: its 95% interval; see `interval_of_largest`.
         cheapest: the batch that needed the fewest examples.
         largest_tried: the largest batch of the family.
         ratios: the examples to the target, relative to `cheapest`, by batch.

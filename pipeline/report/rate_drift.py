@@ -44,9 +44,9 @@ class BatchLosses:
 
     @property
     def edge(self) -> str | None:
-        """`smallest` or `largest` if that rate has the lowest mean loss.
+        """Which end of the rates has the lowest mean loss: `smallest` or `largest`.
 
-        It is None if another rate has the lowest mean loss.
+        It is None if a rate between the ends has the lowest mean loss.
         """
         if self.lowest == 0:
             return "smallest"
@@ -82,7 +82,7 @@ class Drift(Result):
 
     @property
     def edges(self) -> dict[int, str]:
-        """`smallest` or `largest` by batch, if that rate has the lowest loss."""
+        """The `edge` of each batch that has one, by batch."""
         return {losses.batch: losses.edge for losses in self.batches if losses.edge}
 
     @property

@@ -228,8 +228,8 @@ def _ranking(runs: Sequence[JobResult]) -> RankedMetric | None:
     """Return the metric that ranks runs, or None if there is no metric.
 
     As in `pipeline runs`, it is the metric of `training.keep_best`. The default is the
-    validation loss, or else the training loss. It is also used if the runs keep their
-    best checkpoints by different metrics.
+    validation loss, or else the training loss. The default is also used if the runs
+    keep their best checkpoints by different metrics.
     """
     collection = _collection(runs)
     ranked = {ranked_metric(run.params) for run in runs}

@@ -91,9 +91,9 @@ def difference(first: Values, second: Values) -> Difference:
     If the groups have two or more seeds in common, only these seeds are used, as in
     Student's paired test (Student 1908): the half-width of the interval is t · s / √n,
     with the standard deviation s of the n differences and n − 1 degrees of freedom.
-    This holds for any variances of the two groups. Otherwise, unless both
-    groups have the same single seed, the error is that of Welch's test (see
-    `statistics.welch`).
+    This holds for any variances of the two groups. With fewer seeds in common, the
+    error is that of Welch's test (see `statistics.welch`), unless both groups have the
+    same single seed.
 
     The error is None if a group has a single seed, or if the groups have just two seeds
     in common and both differences are equal. It is also None if no results vary over

@@ -164,9 +164,9 @@ def trailing_mean(examples: Array, values: Array, window: float) -> Array:
 def _sums(values: Array, begin: NDArray[np.int64], end: NDArray[np.int64]) -> Array:
     """Return the sum of `values[begin[i] : end[i]]` for each i.
 
-    A difference between two cumulative sums would not do: if a value outside of the
-    interval is not finite, both are not finite, and if it is huge, both are rounded to
-    it. So each sum is composed of sums over 1, 2, 4, … values.
+    A difference between two cumulative sums would not do: a value before the interval
+    that is not finite would make both sums not finite, and a huge one would round both.
+    So each sum is composed of sums over 1, 2, 4, … values.
     """
     sums = np.zeros(len(begin))
     position = begin.copy()

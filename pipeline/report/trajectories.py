@@ -33,8 +33,8 @@ _OF_NO_UPDATE = (
 # Names of params that stand for what the user has set.
 _NAMES = {"derived.effective_batch_size": "effective batch"}
 # The largest factor by which training may amplify a difference in one update. In a
-# measurement, training doubled rounding errors in each of 20 updates, see
-# `rounding.Rounding`; a single update may amplify them more.
+# measurement, training doubled rounding errors in each of 20 updates (see
+# `rounding.Rounding`); a single update may amplify them more.
 _GROWTH = 100.0
 # The largest relative difference of two finite losses.
 _LARGEST = 2.0

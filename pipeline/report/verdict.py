@@ -56,7 +56,7 @@ class Verdict(Result):
     """Whether accumulating pays for jobs of one recipe and micro-batch size.
 
     Attributes:
-        recipe: the settings that the jobs share, see `JobResult.recipe`.
+        recipe: the settings that the jobs share; see `JobResult.recipe`.
         micro: the micro-batch size of the jobs.
         metric: the loss that is compared.
         contrasts: the comparison at each budget of `BUDGETS` that allows one; at least
@@ -260,8 +260,8 @@ def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
 def _no_verdict_yet(recipe: str, missing: list[JobResult]) -> SweepFinding:
     """Return why there is no verdict while jobs that it compares have not ended.
 
-    Otherwise, the settings that come first in a sweep would win, and this look at the
-    data would have a chance of error that no later look allows for.
+    If there were one already, the settings that come first in a sweep would win, and
+    this look at the data would have a chance of error that no later look allows for.
     """
     are_missing = "has not ended"
     if len(missing) > 1:
@@ -562,7 +562,7 @@ def _interval(contrast: BudgetContrast) -> str:
         # Both ends have the sign that the words before the interval express.
         nearest, farthest = sorted([abs(least), abs(most)])
         ends = f"{number(nearest)} to {number(farthest)}"
-    # The interval of a look has a higher level, see `chance_of_look`.
+    # The interval of a look has a higher level; see `chance_of_look`.
     return f"95% over all looks: {ends}"
 
 

@@ -1,4 +1,4 @@
-"""`pipeline rerun RUN_ID`: repeat a run from its record, then compare the two."""
+"""`pipeline rerun RUN_ID`: repeat a run from its record, then compare the two runs."""
 
 import os
 import subprocess

@@ -29,7 +29,7 @@ from pipeline.config.sizes import MICRO, Batching
 from pipeline.run import measured_once
 
 # Sizes that reach this share of the best speed count as equally fast. The smallest of
-# them is used, as it leaves the most memory free.
+# them is used, since it leaves the most memory free.
 ALIKE = 0.98
 # Once two sizes in a row reach less than this share of the best speed, smaller sizes
 # are not timed.

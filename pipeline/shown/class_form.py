@@ -33,7 +33,7 @@ class ClassForm:
         labels: the form of labels and outputs.
         classes: the number of classes.
         from_logits: whether the outputs are logits and not probabilities; None if the
-            loss does not say it.
+            loss does not say so.
     """
 
     labels: Labels
@@ -97,7 +97,7 @@ def _inner(term: Term) -> list[int | None]:
 
 
 def _from_logits(loss: keras.losses.Loss) -> bool | None:
-    """Return whether the outputs are logits, or None if the loss does not say it.
+    """Return whether the outputs are logits, or None if the loss does not say so.
 
     A loss function says so by its argument `from_logits` in the config.
     """

@@ -364,7 +364,7 @@ def _check_folder(config: DictConfig) -> None:
 
 
 def _check_for_secrets(config: DictConfig) -> None:
-    """Reject a config with a secret, as Hydra and submitit write configs to files."""
+    """Reject a config with a secret: Hydra and submitit write configs to files."""
     values = OmegaConf.to_container(config, resolve=False)
     for key, value in leaves(values).items():
         if isinstance(value, str) and mask(value) != value:

@@ -226,7 +226,7 @@ def _claim(client: Any, run_id: str) -> None:
     The process reads the sweep, writes its claim, waits `CLAIM_SECONDS`, and reads the
     claim again. If two processes reopen the sweep at once, either the second one sees
     the claim or the heartbeat of the first, or it overwrites the claim before the first
-    reads it again. Then the first one is rejected.
+    reads it again. In the latter case, the first one is rejected.
 
     Raises:
         ConfigError: another process has just reopened the sweep, or is reopening it.

@@ -26,7 +26,7 @@ def write_locked(folder: Path, parent: SweepRecord) -> None:
         "pid": os.getpid(),
     }
     folder.mkdir(parents=True, exist_ok=True)
-    # Keep the descriptor open, as closing it would release the lock.
+    # Keep the descriptor open, since closing it would release the lock.
     descriptor = os.open(folder / NAME, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     lock(descriptor, WRITER)
     os.write(descriptor, f"{json.dumps(content)}\n".encode())

@@ -13,8 +13,8 @@ from pipeline.sweep.parent_run import ParentRun
 TESTED_VERSIONS = ("3.17.", "3.18.")
 # Tag of each job: the job's name without the seed. The UI groups jobs by this tag to
 # average over seeds. The UI derives a group's color from a hash of the tag's name and
-# value; this name was chosen because it gives the groups of usual sweeps different
-# colors.
+# value; this name was chosen because it gives different colors to the groups of typical
+# sweeps.
 GROUP_TAG = "sweep.repeats"
 _EXAMPLES_SEEN = "train/examples_seen"  # the x axis of training metrics
 # Config key → the param that is shown instead: the derived size, since a configured

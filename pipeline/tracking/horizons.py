@@ -133,7 +133,7 @@ def tag(
 def current_params(
     params: Mapping[str, str], tags: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the params of a run, with the last one of its horizons."""
+    """Return the params of a run, with the last of its horizons."""
     horizons = of_tags(tags)
     current = dict(params)
     if not horizons:
@@ -179,7 +179,7 @@ def described(horizons: Sequence[RecordedHorizon]) -> str:
 def with_last(
     config: Mapping[str, Any], horizons: Sequence[RecordedHorizon]
 ) -> dict[str, Any]:
-    """Return a recorded config with the last one of the run's horizons."""
+    """Return a recorded config with the last of the run's horizons."""
     if not horizons:
         return dict(config)
     last = horizons[-1]

@@ -191,7 +191,7 @@ class Journal:
         self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
-        # Held while a line is written. A thread may enter it twice, as a signal may
+        # Held while a line is written. A thread may enter it twice, since a signal may
         # interrupt a write.
         self._lock = threading.RLock()
         # Why the shipper has ended, and the reasons that were printed before.

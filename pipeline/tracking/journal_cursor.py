@@ -95,9 +95,9 @@ class JournalCursor:
     def missing_end(self, run: Any) -> list[Line]:
         """Return the last lines for a trainer that died without writing them.
 
-        If the disk was full, only the store may have the end of the run. Then the run's
-        status and end time are kept. Otherwise the run is ended as KILLED, with the
-        reason in the tag `failure`.
+        If the disk was full, the end of the run may be in the store but not in the
+        file. In this case, the run's status and end time are kept. Otherwise the run is
+        ended as KILLED, with the reason in the tag `failure`.
 
         Args:
             run: the run as it was read from the store.

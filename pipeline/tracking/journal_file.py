@@ -344,7 +344,7 @@ class Past:
             in milliseconds since 1970.
         last_time: when the run wrote its last line, in milliseconds since 1970.
         positions: the position after each line that can be read.
-        last_position: the last one of these positions.
+        last_position: the last of these positions.
         described: whether all inputs and artifacts that precede training were logged.
         status: FINISHED, FAILED or KILLED, or None if the last segment has no `end`
             line.

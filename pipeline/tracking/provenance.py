@@ -335,7 +335,7 @@ def _is_own(module: str, file: str) -> bool:
 def _current_hash(file: str) -> str | None:
     """Return the SHA-256 of a file of code as it is now, or None if it is not found.
 
-    This is the file that Python has imported, or else the one that it would import.
+    The file is the one that Python has imported, or else the one that it would import.
     The path may come from an untrusted record: a path that could leave the folders in
     `sys.path` is rejected.
     """

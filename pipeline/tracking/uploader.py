@@ -319,8 +319,8 @@ class Uploader:
                 # Ship the tag before the end of the run, which is only shipped if it
                 # is the last line.
                 self._lines.insert(0, Tags(line.tags))
-        # Skip a line with the run's IDs. It may follow the `end` line, which ends the
-        # run only if it is the last line.
+        # Skip a line with the run's IDs: it may follow the `end` line, which has to be
+        # the last line to end the run.
         elif not isinstance(line, Created):
             self._lines.append(line)
 

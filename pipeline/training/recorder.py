@@ -49,8 +49,8 @@ class UpdateResults(NamedTuple):
     Attributes:
         metrics: the loss, the metrics and the other measurements of an update, by name.
         tokens: the number of tokens in the effective batch, or NaN if not counted.
-        shapes_compiled: identifies the shapes that XLA compiled, see
-            `accumulation.internals.shapes_compiled`; 0 without XLA.
+        shapes_compiled: identifies the shapes that XLA compiled (see
+            `accumulation.internals.shapes_compiled`); 0 without XLA.
         lengths_compiled: in a cut by tokens, an integer whose bit i is set if XLA
             computed a micro-batch of the i-th length; see `Update.compiled_lengths`.
     """

@@ -97,7 +97,7 @@ class _Way:
         function = tf.function(next_update, autograph=False)
         try:
             self._program = function.get_concrete_function(self.iterator)
-        except Exception as error:  # The run reports it, if the other way fails, too.
+        except Exception as error:  # The run reports the error if both ways fail.
             self.why = first_line(error)
 
     def variables(self) -> list[tf.Variable]:
@@ -112,7 +112,7 @@ class _Way:
         try:
             self._program(self.iterator)
             tf.test.experimental.sync_devices()
-        except Exception as error:  # The run reports it, if the other way fails, too.
+        except Exception as error:  # The run reports the error if both ways fail.
             self.why = first_line(error)
         else:
             self.seconds.append(clock() - began)
@@ -151,7 +151,7 @@ class _State:
 
 
 def _run_each(ways: Sequence[_Way], state: _State, clock: Clock) -> None:
-    """Run each update that has not failed once, from the same state."""
+    """Run each update that has not failed yet, all from the same state."""
     for way in ways:
         if not way.why:
             state.put_back()

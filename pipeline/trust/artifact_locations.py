@@ -35,7 +35,8 @@ _SERVER = re.compile(
     r"(mlflow-artifacts|https?)://((?:[\w.\-]+|\[[\da-f:.]+\])(?::\d+)?)(/.*)?",
     re.IGNORECASE | re.ASCII,
 )
-# Azure's URIs are accepted only with Azure's hosts, as MLflow sends the host a token.
+# Azure's URIs are accepted only with Azure's hosts, since MLflow sends the host a
+# token.
 _BUCKET = re.compile(
     r"(s3|gs)://.+|(wasbs|abfss)://[\w$\-]+@\w+\.(blob|dfs)\.core\.windows\.net(/.*)?",
     re.ASCII,
@@ -51,10 +52,10 @@ confined_to: list[str] | None = None
 def confined(tracking_uri: str, places: Sequence[str]) -> Iterator[None]:
     """Within the block, let MLflow open only artifact locations that `check` accepts.
 
-    A location is checked when MLflow opens it, not earlier, as a server may return
-    another location for the next request. Temporary files are also accepted, as MLflow
-    reads them when it loads a model to test it. They are in a new folder with a name
-    that no store can guess.
+    A location is checked when MLflow opens it, not earlier, since a server may return
+    another location for the next request. Temporary files are also accepted, since
+    MLflow reads them when it loads a model to test it. They are in a new folder with a
+    name that no store can guess.
 
     Args:
         tracking_uri: the URI of the store.

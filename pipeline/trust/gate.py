@@ -127,8 +127,8 @@ class Gate:
         return False
 
 
-# The gate of this process; None if nothing is checked. It is not a context variable, as
-# a run's new threads would not inherit its value.
+# The gate of this process; None if nothing is checked. It is not a context variable,
+# since a run's new threads would not inherit its value.
 in_force: Gate | None = None
 
 
@@ -299,7 +299,8 @@ def _check_mapping(node: dict[Any, Any], key: str) -> None:
 def _is_tfds_name(node: _Node) -> bool:
     """Return whether a value is the name of a dataset in TFDS.
 
-    Such a name may look like a path. It is checked with the node's `_target_`.
+    Such a name may look like a path. It is checked elsewhere, with the node's
+    `_target_`.
     """
     parent = node.parents[-1]
     if not isinstance(parent, dict) or parent.get("_target_") not in _TFDS_READERS:

@@ -17,7 +17,7 @@ from hydra.utils import get_object
 from pipeline.common.errors import ConfigError, first_line
 from pipeline.config.trust_entries import DOTTED
 
-# Silence Hydra's logger, as it repeats each raised error in several lines.
+# Silence Hydra's logger, since it repeats each raised error in several lines.
 logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)
 
 BUILDERS = {

@@ -59,7 +59,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The results of one update with a batch."""
+    """The results of one update on a batch."""
 
     results: dict[str, float]  # loss, metrics, learning rate and gradient norm
     gradients: list[Any]  # None if the loss does not depend on the variable
