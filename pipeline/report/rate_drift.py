@@ -120,7 +120,7 @@ class Drift(Result):
 
     @property
     def farthest(self) -> float:
-        """The largest magnitude of a drift in the interval, or infinity without one."""
+        """The largest magnitude in `interval`, or infinity if that is None."""
         if self.interval is None:
             return math.inf
         low, high = self.interval
@@ -128,7 +128,7 @@ class Drift(Result):
 
     @property
     def nearest(self) -> float:
-        """The smallest magnitude of a drift in the interval, or 0 without one."""
+        """The smallest magnitude in `interval`, or 0 if that is None."""
         if self.interval is None or self.stays:
             return 0.0
         low, high = self.interval

@@ -183,8 +183,9 @@ def best_against_best(
     """Compare the best of `others` with the best of `bases`, where lower is better.
 
     The interval covers min μ(others) − min μ(bases) = min over j of max over b of δ_jb,
-    where δ_jb is the mean of the other group j minus that of the base group b. It is
-    valid although the best groups are chosen by the same values that are compared:
+    where δ_jb is the mean of the other group j minus that of the base group b. The
+    interval is valid although the best groups are chosen by the same values that are
+    compared:
 
     - The upper end is the minimum over j of the maximum over b of the upper ends of
       δ_jb. The chance of error is divided among all j (Bonferroni; Dunn 1961). It is

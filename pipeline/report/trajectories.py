@@ -101,7 +101,7 @@ class TrajectoryPair:
             return Cause("unknown", self.begin)
 
         largest_before = np.maximum(np.maximum.accumulate(values[:-1]), bound)
-        # Limit the exponent: ten updates exceed any difference.
+        # Limit the exponent: the growth over ten updates exceeds any difference.
         updates = np.minimum(np.diff(steps), 10)
         is_jump = values[1:] > largest_before * _GROWTH**updates
         if is_jump.any():

@@ -180,8 +180,8 @@ def state_of(contrasts: Sequence[BudgetContrast]) -> str:
 def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield a verdict for each recipe and micro-batch, if the sweep is over factors.
 
-    A recipe is the settings that jobs share apart from seed, batch sizes and learning
-    rate, such as a scaling rule. If there is no verdict, yield the reason.
+    A recipe consists of the settings that jobs share, such as a scaling rule, apart
+    from seed, batch sizes and learning rate. If there is no verdict, yield the reason.
     """
     if len(_factors(sweep.jobs) - {None}) < 2:
         return
@@ -242,9 +242,9 @@ def _jobs_of_equal_memory(
 
 
 def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
-    """Return the unended jobs that a verdict on jobs like `job` has to include.
+    """Return the jobs that have to end before there is a verdict on jobs like `job`.
 
-    The micro-batch of a job without a run is unknown, so this job is always returned.
+    The micro-batch of a job without a run is unknown, so such a job is always returned.
     """
     missing = []
     for other in sweep.jobs:
@@ -258,7 +258,7 @@ def _missing_jobs(sweep: SweepResult, job: JobResult) -> list[JobResult]:
 
 
 def _no_verdict_yet(recipe: str, missing: list[JobResult]) -> SweepFinding:
-    """Return why there is no verdict while jobs that it compares have not ended.
+    """Return why there is no verdict yet: jobs that it compares have not ended.
 
     If there were one already, the settings that come first in a sweep would win, and
     this look at the data would have a chance of error that no later look allows for.
@@ -445,7 +445,7 @@ def _overrides_of_settings(
             continue
         choices = ",".join(map(str, values))
         if len(values) == 1:
-            # Keep the key swept, since it is in the names of the jobs.
+            # Let this key stay swept, since it is in the names of the jobs.
             choices = f"choice({choices})"
         overrides.append(f"{key}={choices}")
     return overrides

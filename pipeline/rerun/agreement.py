@@ -106,7 +106,7 @@ def compare(
         new: the history of its rerun.
         precision: the coarser precision of the two runs, a key of
             `rounding.BY_PRECISION`.
-        examples: the number of examples of each split that is known, by its name.
+        examples: the number of examples by split, without splits of unknown size.
         same_cut: whether both runs have equal numbers of micro-batches and replicas.
             Otherwise, metrics that depend on these numbers are left out.
         until: the last update to compare; infinity if the recorded run finished.
@@ -174,7 +174,7 @@ def compare_runs(
         client: an MLflow client for the store.
         old: the recorded run.
         new: the rerun.
-        examples: the number of examples of each split that is known, by its name.
+        examples: the number of examples by split, without splits of unknown size.
         in_tf32: whether one of the runs computed float32 in TF32.
         schema: the schema of the old run's record.
 
@@ -359,7 +359,7 @@ def _count(share: float, examples: float) -> int | None:
 
 
 def _history(client: Any, run: Any) -> History:
-    """Return the values by step of each metric of a run under `train/` or `val/`."""
+    """Return, for each metric of a run under `train/` or `val/`, its values by step."""
     history = {}
     for metric in sorted(run.data.metrics):
         if metric.startswith(("train/", "val/")):

@@ -1,7 +1,7 @@
 """The horizon of a rerun, if the run was resumed with a different horizon.
 
-The record has the horizon with which the run began; the tag `horizons` has all its
-horizons.
+The record has the horizon with which the run began; the tag `horizons` lists all
+horizons of the run.
 """
 
 import shlex

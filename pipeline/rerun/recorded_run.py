@@ -82,9 +82,9 @@ class RecordedRun:
         return bool(self.environment.get("tf32", on_gpu))
 
     def is_unchanged(self) -> bool:
-        """Return whether the config has its recorded hash.
+        """Return whether the config still has its recorded hash.
 
-        The result is True for schema 0, which hashed differently.
+        The result is True for schema 0, whose hash was computed differently.
         """
         if not self.config.get("schema"):
             return True

@@ -51,7 +51,7 @@ def identity(spec: RunSpec) -> dict[str, Any]:
     The micro-batch size and the memory are left out.
     """
     config = spec.resolved
-    # Reduce numbers to whether they are 0: for example, the memory depends on whether
+    # Replace each number by whether it is 0: for example, the memory depends on whether
     # there is momentum, but not on its value.
     optimizer = dict(config["optimizer"])
     for key, value in optimizer.items():

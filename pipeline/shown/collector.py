@@ -50,7 +50,7 @@ class Reliability:
     correct: np.ndarray = field(default_factory=lambda: np.zeros(BINS))
 
     def add(self, confidence: np.ndarray, correct: np.ndarray) -> None:
-        """Add positions with these confidences, of which some are correct."""
+        """Add positions, given the confidence of each and whether it is correct."""
         bins = np.clip((confidence * BINS).astype(int), 0, BINS - 1)
         self.positions += np.bincount(bins, minlength=BINS)
         self.confidence += np.bincount(bins, confidence, BINS)

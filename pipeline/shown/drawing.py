@@ -1,7 +1,7 @@
 """Draws the examples, the confusion matrix and the reliability curve.
 
-Everything is drawn with Pillow: a figure of Matplotlib takes ten times as long, and its
-import two seconds.
+Everything is drawn with Pillow: drawing with Matplotlib takes ten times as long, and
+importing Matplotlib takes two seconds.
 """
 
 from __future__ import annotations

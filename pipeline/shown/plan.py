@@ -97,7 +97,7 @@ def input_to_show(
 ) -> ShownInput:
     """Return which part of the input is shown, and how.
 
-    Pictures are preferred to tokens and texts, and these are preferred to numbers.
+    Pictures are preferred to tokens and texts, which are preferred to numbers.
 
     Args:
         inputs: the spec of the inputs of an example.

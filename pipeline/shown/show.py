@@ -62,8 +62,8 @@ class Show:
     def __call__(self, update: int) -> None:
         """Log what is shown of the evaluation after `update` updates.
 
-        An error does not end the run. Nothing is then shown of the evaluation, and the
-        first such error is printed.
+        If there is an error, the run continues, nothing is shown of this evaluation,
+        and the first such error is printed.
         """
         if self._tracker.has_shown(update):
             return
