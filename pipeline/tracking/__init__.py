@@ -4,8 +4,8 @@ Input: rows of metrics for updates and evaluations, tags, files. Output: a journ
 which a separate process ships to the store.
 
 - `tracker` writes the logged metrics, tags and files.
-- `provenance` describes the environment and the data. `record_files` downloads such a
-  record, and checks its form. `shown_files` names pictures and tables.
+- `provenance` records the environment and the data. `record_files` downloads the record
+  of a run, and checks its form. `shown_files` names pictures and tables.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
 - `journal_summary` reads what a list of runs shows. `horizons` records and reads the

@@ -1,7 +1,7 @@
 """The horizons of a run that was resumed with a horizon other than its first.
 
 The params of a run in MLflow cannot change, so they keep the first horizon. The tag
-`horizons` has all of them, as JSON, each with the update after which it began:
+`horizons` has all horizons, as JSON, each with the update after which it began:
 
     [{"after": 0, "horizon": "training.epochs=600", "updates": 7200},
      {"after": 399, "horizon": "training.epochs=70", "updates": 840}]

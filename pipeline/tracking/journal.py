@@ -3,8 +3,8 @@
     training thread ─► journal.jsonl ─► `python -m pipeline.tracking.shipper` ─► MLflow
 
 The trainer only appends lines and never opens the store, so an update never waits for
-MLflow. `pipeline.tracking.uploader` ships the lines. Shipping a line twice has no
-effect, since each line has a fixed time stamp and each point a fixed step.
+MLflow. `pipeline.tracking.uploader` ships the lines. Shipping a line a second time has
+no effect, since each line has a fixed time stamp and each point a fixed step.
 `pipeline.tracking.journal_lines` lists the lines.
 
 After a crash

@@ -1,4 +1,4 @@
-"""Ships a model that a run saved in its directory to MLflow.
+"""Ships to MLflow a model that a run has saved in its directory.
 
 The model becomes a logged model of its run. It is tagged with the unique name of its
 folder and is looked up by this tag, so shipping it twice creates no second model, and

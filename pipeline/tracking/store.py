@@ -39,7 +39,7 @@ TAGS = {"mlflow.experimentKind": "custom_model_development"}
 
 
 class Store:
-    """A store that answers. The first call of `client` creates a new SQLite store.
+    """A store that answers. The first call of `client` creates a missing SQLite store.
 
     For an HTTP server, MLflow's requests no longer follow redirects in this process,
     unless the environment variable MLFLOW_ALLOW_HTTP_REDIRECTS is set already.

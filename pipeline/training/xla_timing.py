@@ -54,7 +54,8 @@ def time_updates(
 
     Args:
         updates: updates of the same model and optimizer.
-        batches: the effective batches. An iterator of its own reads the first one.
+        batches: the effective batches. Each update reads the first one with an iterator
+            of its own.
         clock: returns the time in seconds.
     """
     first_batch = batches.take(1).cache().repeat()

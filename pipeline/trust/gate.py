@@ -195,7 +195,7 @@ def check_config(
 
 
 def check_size(config: Mapping[str, Any]) -> None:
-    """Reject a config with too many values, or with too deep nesting.
+    """Reject a config with too many values, or one that is nested too deeply.
 
     Anchors in YAML can make a config huge, or make it contain itself.
     """

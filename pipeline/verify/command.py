@@ -108,7 +108,7 @@ def verify(arguments: Sequence[str]) -> int:
 
 
 def compare(parts: Parts, *_: Any) -> None:
-    """Take part in the chief's comparison as another worker, and print nothing."""
+    """Take part in the chief's comparison, on another worker, and print nothing."""
     update = parts.update()
     _compare(parts, update, _training_batches(parts), _validation_batches(parts))
 

@@ -455,8 +455,8 @@ def _as_keras_takes(
 def _largest_term(traced: _TracedUpdate, batch: Any) -> float:
     """Return the largest magnitude in the gradients for the first example.
 
-    Rounding errors scale with such terms, even if the terms cancel in the sum over the
-    batch.
+    Rounding errors scale with the gradients of single examples, even if these cancel in
+    the sum over the batch.
     """
     sums = traced.sums(internals.slice_of(batch, 0, 1))
     return _largest_of_all(_arrays(sums.gradients()))
