@@ -166,8 +166,7 @@ class StoredRun:
             self.expected.artifacts.add(name)
 
     def _ship_shown(self, path: str) -> None:
-        """Log a picture or a table to the artifact folder that is named like its
-        folder.
+        """Log a picture or a table to the artifact folder named like its own folder.
 
         A picture that the store has under another timestamp is not logged again. It was
         made twice if the machine died before the journal was on the disk.
