@@ -321,7 +321,7 @@ class Update:
         # In the scope of a strategy, Keras would act as it does within a replica.
         if tf.distribute.has_strategy():
             rule = "an update must be called outside its strategy's scope"
-            raise ValueError(f"{rule}; the model is created inside it")
+            raise ValueError(f"{rule}; only the model must be created in that scope")
         if self.token_limit is None:
             x = inputs_of(batch)
         else:

@@ -26,7 +26,7 @@ _SIMILARITY = 0.75  # minimum similarity of two names, between 0 and 1
 
 
 def key_elsewhere(name: str) -> str | None:
-    """Return the key of another group that a name may stand for.
+    """Return the key in another group for which a name may stand.
 
     This is the key for which another tool uses this name, or else a key whose last
     part is the same or similar. Return None if there is no such key.

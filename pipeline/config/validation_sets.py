@@ -110,7 +110,7 @@ def check_names(sets: Sequence[ValidationSet], metrics: Collection[str]) -> None
             raise ConfigError(validation_set.key, rule, name)
         if name in taken:
             rule = (
-                "must have another name, as metrics of the dataset's own split have "
+                "must have another name: a metric of the validation split already has "
                 "this one"
             )
             raise ConfigError(validation_set.key, rule, name)

@@ -85,7 +85,7 @@ def _facts(runs: Sequence[JobResult]) -> Table:
 
 
 def _facts_of(run: JobResult) -> dict[str, str]:
-    """Return the facts about a run by name; a fact that is not known is empty."""
+    """Return the facts about a run by their names; an unknown fact is empty."""
     steps = [int(curve.steps[-1]) for curve in run.curves.values()]
     examples = ""
     if EXAMPLES_SEEN in run.curves:

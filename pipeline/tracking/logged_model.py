@@ -251,7 +251,7 @@ def predicted(model_uri: str, example: Any) -> list[Any]:
 
 
 def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
-    """Return the saved model's predictions in a new process in another folder.
+    """Return what the saved model predicts in a new process in another folder.
 
     Raises:
         ValueError: the model cannot be loaded there.

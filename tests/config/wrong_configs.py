@@ -406,8 +406,8 @@ CONFIG = {
         "or a part of it such as 'epoch/4'. Received: 0."
     ),
     "train 'dataset.validations={accuracy: test}'": (
-        "dataset.validations.accuracy must have another name, as metrics of the "
-        "dataset's own split have this one. Received: 'accuracy'."
+        "dataset.validations.accuracy must have another name: a metric of the "
+        "validation split already has this one. Received: 'accuracy'."
     ),
     "train 'dataset.validations={examples_seen: test}'": (
         "dataset.validations.examples_seen must have another name: …"
