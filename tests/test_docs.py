@@ -320,7 +320,8 @@ def test_other_commands_name_what_is_there():
 def test_code_is_that_of_the_examples():
     """A block that names a file in its first line has parts of that file.
 
-    A comment `# …` stands between two parts, for the lines that are left out.
+    A comment `# …` stands between two parts, for the lines that are left out. In a
+    config, the name of the file follows the line `# @package`, which has to be first.
     """
     blocks = [block for block in BLOCKS if block.kind in ("python", "yaml")]
     assert len(blocks) >= 8
@@ -328,6 +329,10 @@ def test_code_is_that_of_the_examples():
         if block.page == TUTORIAL:
             continue
         first, code = block.text.split("\n", 1)
+        if first.startswith("# @package"):
+            package = first
+            first, code = code.split("\n", 1)
+            code = f"{package}\n{code}"
         file = re.fullmatch(r"# (examples/\S+)", first)
         assert file, (
             f"{block.page}: a block of code begins with `# examples/…`, the file that "

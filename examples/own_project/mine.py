@@ -1,4 +1,4 @@
-"""Data, a model, loss, metric, callback and table of your own, in a folder of your own.
+"""Data, a model, loss, metric, schedule, callback and table of your own, in a folder of your own.
 
 Command:   cd examples/own_project && pipeline train --config-dir conf experiment=moons
 Run time:  about 15 seconds on two CPU cores
@@ -47,6 +47,15 @@ class Confidence(keras.metrics.Mean):
     def update_state(self, y_true, y_pred, sample_weight=None):
         confidence = keras.ops.max(keras.ops.softmax(y_pred), axis=-1)
         return super().update_state(confidence, sample_weight)
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, rate, every):
+        self.rate = rate
+        self.every = every
+
+    def __call__(self, step):
+        return self.rate * 0.5 ** keras.ops.cast(step // self.every, "float32")
 
 
 class WeightNorm(keras.callbacks.Callback):

@@ -337,9 +337,12 @@ def weighted_sum(
     micro_batch_examples = tf.cast(examples_in(outputs), dtype)
     if values.shape.rank == 0:
         if not over_batch or sample_weight is not None:
-            rule = "The loss must give one value per example, not a scalar"
+            exception = 'unless loss_over is "effective_batch"'
             if over_batch:
-                rule += ", if there are sample weights"
+                exception = "if there are sample weights"
+            rule = (
+                f"The loss must give one value per example, not a scalar, {exception}"
+            )
             raise ValueError(f"{rule}. Received: {loss.name}")
         return _sum_of_scalar(loss, values, micro_batch_examples)
 

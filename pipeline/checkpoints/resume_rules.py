@@ -206,7 +206,11 @@ def find_continuation(
     if not required and spec.config.training.resume is None:
         # Reject a new run here: with it, the journal would hold two runs, and the
         # second one would never be shipped.
-        raise ConfigError(key, "must be a folder without a run in it", str(run_dir))
+        rule = (
+            "must be a folder without a run in it; training.resume=auto continues that "
+            "run"
+        )
+        raise ConfigError(key, rule, str(run_dir))
 
     past = LockedPast.open(run_dir, key)
     try:

@@ -331,7 +331,10 @@ class _Stored:
         except Exception as error:
             if query.filter is not None:
                 raise
-            say(f"the runs of the store are left out: {first_line(error)}")
+            say(
+                "the runs of the store are left out, and it is unknown what it lacks: "
+                f"{first_line(error)}"
+            )
             return cls(query.uri, False, {}, {}, {})
         return cls(query.uri, True, newest, others, experiments)
 

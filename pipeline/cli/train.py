@@ -22,7 +22,7 @@ from pipeline.config import compose, former_names, session, trust_entries
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.config.plain import leaves, value_at
 from pipeline.launch import hydra_job
-from pipeline.sweep import again
+from pipeline.sweep import again, sweep_file
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import MULTIRUN, ForeignStore, sync_command
 from pipeline.trust import artifact_locations
@@ -113,6 +113,8 @@ def sweep(arguments: Sequence[str]) -> int:
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
     # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
+    if options.again:
+        options.again = sweep_file.id_of(options.again)
     path = files.get(options.name)
     config_dir = options.config_dir or compose.own_folder()
     if path is None and not (options.again and _is_config(options.name, config_dir)):
@@ -160,7 +162,8 @@ def _sweep_parser(files: Any) -> Parser:
     parser.add_argument(
         "--again",
         metavar="SWEEP",
-        help="run only the jobs of SWEEP that have not finished",
+        help="run only the jobs of SWEEP that have not finished; the folder of a sweep, "
+        "or the start of its ID",
     )
     parser.add_argument(
         "--allow",

@@ -302,6 +302,16 @@ def _unknown_key_error(
         rule = f"must be written as {now}, its current name{_in_file(origin)}"
         return ConfigError(key, rule)
 
+    if key in groups(folders) and origin:
+        # Without a package, the keys of a file belong to its group, which the config
+        # does not have.
+        rule = (
+            f"must not be a key of the config{_in_file(origin)}: begin the file with "
+            "the line `# @package KEY`, where KEY is the key below which its values "
+            "belong, such as `# @package training.callbacks`"
+        )
+        return ConfigError(key, rule)
+
     parent, _, name = key.rpartition(".")
     node = error.parent_node
     rule = f"must be a key of {parent or 'the config'}{_in_file(origin)}"

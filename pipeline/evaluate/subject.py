@@ -217,9 +217,26 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
                 "training.keep_best, and an evaluation"
             )
             raise ConfigError("RUN", rule, text)
+        _check_is_best(run_dir, update, text)
         return files.at(run_dir / "checkpoints" / files.BEST, update)
     updates_done = int(selected) if selected else None
     return fork.checkpoint_in(run_dir, text, "RUN", updates_done)
+
+
+def _check_is_best(run_dir: Path, kept: int, text: str) -> None:
+    """Reject the kept best checkpoint of a run whose best evaluation was another one.
+
+    The disk may have been full when the later checkpoint was to be written.
+    """
+    past = Past.read(run_dir, running=True)
+    best = past.last.get("best/update")
+    # Only a run that has finished has its final best evaluation in its journal.
+    if past.status == "FINISHED" and best is not None and int(best) != kept:
+        rule = (
+            f"must have the checkpoint of its best evaluation, after update {int(best)}, "
+            "which was not written"
+        )
+        raise ConfigError("RUN", rule, text, [f"{run_dir}@{kept}"])
 
 
 def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:

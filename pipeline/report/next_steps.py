@@ -112,7 +112,9 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
         if times.ranking is None or times.at_most:
             continue
         if len(times.ranking.means) > 1:
-            yield _take_fastest(sweep, earlier, times.ranking)
+            fastest = _take_fastest(sweep, earlier, times.ranking)
+            if fastest is not None:
+                yield fastest
             return
 
     # Follow the verdict if exactly one recommends a setting, since it is unknown which
@@ -152,15 +154,18 @@ def _take_best_of_search(
 
 def _take_fastest(
     sweep: SweepResult, earlier: list[SweepFinding], times: Ranking
-) -> SweepFinding:
+) -> SweepFinding | None:
     """Recommend a group for this machine.
 
     It is the group that reached the target first, unless the verdict for the same
-    recipe and micro-batch recommends another group.
+    recipe and micro-batch recommends another group. Return None if that verdict needs
+    more seeds.
     """
     fastest = times.best.name
     fastest_job = sweep.groups[fastest][0]
     verdict = _verdict_on_jobs_like(fastest_job, earlier)
+    if verdict is not None and verdict.state == "few":
+        return None
     if verdict is None or verdict.better is None:
         recommended = fastest
         reason = "it reached the target first"
@@ -172,11 +177,6 @@ def _take_fastest(
         if recommended != fastest and recommended not in times.not_told_apart:
             reason += f", though {fastest} reached the target first"
     text = f"On this machine take {recommended}: {reason}."
-    if verdict is not None and verdict.state == "few":
-        # The verdict says that there are not enough seeds to tell.
-        text = (
-            f"Until there are more seeds, take {recommended} on this machine: {reason}."
-        )
     text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]

@@ -363,6 +363,14 @@ class SweepResult:
         return None
 
     @property
+    def fewest_evaluations(self) -> int | None:
+        """The fewest validation losses of a judged job that logged any, or None."""
+        curves = self._smooth_curves(self._judged_jobs, VALIDATION_LOSS)
+        if not curves:
+            return None
+        return min(int((curve.steps > 0).sum()) for curve in curves.values())
+
+    @property
     def _judged_jobs(self) -> list[JobResult]:
         jobs = [job for job in self.jobs if job.status in ("FINISHED", "RUNNING")]
         return comparable_jobs(jobs)

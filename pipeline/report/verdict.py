@@ -23,13 +23,14 @@ from pipeline.report.equal_budget import (
 )
 from pipeline.report.findings import Result, SweepFinding, shared_device_caveat
 from pipeline.report.job_results import (
+    LOSS,
     PEAK_MEMORY,
     JobResult,
     by_group,
     grouped,
     pooled,
 )
-from pipeline.report.sweep_result import SweepResult
+from pipeline.report.sweep_result import EVALUATIONS, SweepResult
 from pipeline.report.wording import joined, number
 from pipeline.tracking.foreign_store import again_command
 
@@ -360,9 +361,21 @@ def _verdict(
         memory_ratio=_memory_ratio(jobs, chosen),
         rates={contrast.axis: _rates(jobs, contrast) for contrast in contrasts},
         command=command,
-        remarks=shared_device_caveat(sweep) + remark,
+        remarks=_metric_remark(sweep, metric) + shared_device_caveat(sweep) + remark,
     )
     return SweepFinding("verdict", result.text(), result)
+
+
+def _metric_remark(sweep: SweepResult, metric: str) -> str:
+    """Return why the training loss is compared although there are evaluations."""
+    evaluations = sweep.fewest_evaluations
+    if metric != LOSS or evaluations is None:
+        return ""
+    return (
+        f" The training loss is compared, because a job has only "
+        f"{count(evaluations, 'evaluation')}, and the validation loss needs "
+        f"{EVALUATIONS}."
+    )
 
 
 def _command_for_verdict(

@@ -462,9 +462,27 @@ def _closing(
                 say(closing.unshipped)
         if status != "FAILED" and not is_job_of_sweep:
             say(*ending_lines.results_and_times(tracker.run_dir, recorder))
+        if status == "FINISHED":
+            say(*_unsaved_weights(tracker, config))
         if status == "KILLED" and not is_job_of_sweep:
             every = config.training.checkpoint_every
             say(_resume_line(tracker.run_dir, every, recorder.updates))
+
+
+def _unsaved_weights(tracker: Tracker, config: Config) -> list[str]:
+    """Return a line if neither a checkpoint nor a logged model has the last weights.
+
+    The disk may have been full when they were to be written.
+    """
+    saved = saved_updates(tracker.run_dir / "checkpoints")
+    writes_checkpoints = config.training.checkpoint_every is not None
+    has_last = tracker.updates_done in (0, *saved)
+    if has_last or not writes_checkpoints or tracker.has_model:
+        return []
+    last_saved = "there is no checkpoint"
+    if saved:
+        last_saved = f"the last checkpoint is that of update {saved[-1]}"
+    return [f"the weights after update {tracker.updates_done} are lost: {last_saved}"]
 
 
 def _resume_line(run_dir: Path, every: int | str | None, trained: int) -> str:

@@ -155,7 +155,8 @@ class SweepLauncher(Launcher):
             what = "the search continues"
         say(f"sweep {parent.run_id} ({parent.name}): {what}")
         overrides = again.recordable(self.config.hydra.overrides.task)
-        say(f"overrides: {shlex.join(overrides)}")
+        if overrides:
+            say(f"overrides: {shlex.join(overrides)}")
 
     def _opened_sweep(self, plan: SweepPlan) -> RunningSweep:
         """Open the sweep for its first batch, or add the jobs of a later batch."""

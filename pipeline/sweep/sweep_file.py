@@ -47,3 +47,9 @@ def read(folder: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def id_of(name: str) -> str:
+    """Return the ID of the sweep whose folder `name` is, or else `name` itself."""
+    content = read(Path(name)) or {}
+    return str(content.get("run_id") or name)

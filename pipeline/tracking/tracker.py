@@ -84,6 +84,8 @@ class Tracker:
         begun: whether the run was started or resumed.
         run_id: the run's ID in MLflow, or "" if no store has the run (yet).
         horizons: the horizons of the run. Resuming it may add one.
+        updates_done: the number of completed updates; 0 until `summary` is called.
+        has_model: whether the trained model was logged.
     """
 
     def __init__(
@@ -99,7 +101,8 @@ class Tracker:
         self.begun = False
         self.run_id = ""
         self.horizons: list[RecordedHorizon] = []
-        self._updates = 0  # set by `summary`
+        self.updates_done = 0
+        self.has_model = False
         self._files = files or DataFiles()
         # The steps of rows that were written before the run was resumed, by the prefix
         # of their metrics.
@@ -336,7 +339,7 @@ class Tracker:
             stopped_by: the name of the callback that ended training, or None.
             best: the best evaluation, or None to write no row.
         """
-        self._updates = updates
+        self.updates_done = updates
         tags = {"updates": str(updates)}
         if stopped_by is not None:
             callback = f"training.callbacks.{stopped_by}"
@@ -373,8 +376,9 @@ class Tracker:
         durable.sync_tree(folder)
         durable.sync(self.run_dir)
         if update is None:
-            update = self._updates
+            update = self.updates_done
         self.journal.write(Model(name, update, register))
+        self.has_model = True
 
     def model_not_logged(self, reason: str) -> None:
         """Record why the run has no logged model."""

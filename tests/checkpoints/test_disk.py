@@ -61,6 +61,10 @@ def test_full_for_some_updates(folder, undisturbed, full, freed, missed):
         assert f"the checkpoint of update {update} was not written: " in err
     assert err.count("was not written") == len(missed)
     assert "Traceback" not in err
+    lost = (
+        "the weights after update 12 are lost: the last checkpoint is that of update 9"
+    )
+    assert (lost in err) == (freed is None)
     if freed:
         assert left_in(folder) == undisturbed
         return

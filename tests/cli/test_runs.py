@@ -235,7 +235,8 @@ def test_each_state_is_shown_once_with_what_to_do(folder):
     assert len(lines) == len(runs) + 4
 
     away = answers["away"]
-    assert "the runs of the store are left out: tracking.uri must" in away["err"]
+    unknown = "the runs of the store are left out, and it is unknown what it lacks: "
+    assert f"{unknown}tracking.uri must" in away["err"]
     assert len(away["err"].splitlines()) == 1
     assert "elsewhere" not in away["out"]
     assert "interrupted" in away["out"]

@@ -6,6 +6,8 @@ those that a command is run for.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.common.errors import ConfigError
@@ -196,3 +198,16 @@ def test_an_error_in_a_file_has_its_value_and_its_file(tmp_path, text, line):
     (tmp_path / "scaling").mkdir()
     (tmp_path / "scaling" / "gone.yaml").write_text(text)
     assert rejection("--config-dir", str(tmp_path), "scaling=gone").startswith(line)
+
+
+def test_a_file_of_a_new_group_has_to_name_its_package(tmp_path, monkeypatch):
+    (tmp_path / "conf" / "callbacks").mkdir(parents=True)
+    text = "# The package has to be named first.\n# @package training.callbacks\na: 1\n"
+    (tmp_path / "conf" / "callbacks" / "late.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    rule = re.escape(
+        "callbacks must not be a key of the config (in callbacks/late): begin the file "
+        "with the line `# @package KEY`"
+    )
+    with pytest.raises(ConfigError, match=f"^{rule}"):
+        compose.composed(["--config-dir", "conf", "+callbacks=late"])

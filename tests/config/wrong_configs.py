@@ -698,7 +698,7 @@ CONFIG = {
         "hydra.run.dir must refer to a key that exists. Received: '${nope}'."
     ),
     "train hydra.run.dir=used": (
-        "hydra.run.dir must be a folder without a run in it. Received: '…/used'."
+        "hydra.run.dir must be a folder without a run in it; …"
     ),
     "train hydra.run.dir=/proc/nope": (
         "hydra.run.dir must be a folder that can be created (…). Received: '/proc/nope'."

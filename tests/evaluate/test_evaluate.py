@@ -349,6 +349,25 @@ def test_predictions_go_on_after_a_kill(made, tmp_path):
 
 
 @pytest.mark.slow
+def test_an_earlier_checkpoint_is_not_taken_for_the_best_one(made, tmp_path):
+    """As if the disk had been full when the later checkpoints were to be written."""
+    write_own_code(tmp_path)
+    place_store(tmp_path)
+    shutil.copytree(made.folder / "run", tmp_path / "run")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for folder in checkpoints.glob("[0-9]*"):
+        shutil.rmtree(folder)
+    (best,) = (checkpoints / "best").iterdir()
+    best.rename(best.with_name(str(BEST - 1)))
+    rejected = pipeline("evaluate", "run@best", "--no-log", cwd=tmp_path, status=2)
+    rule = (
+        f"RUN must have the checkpoint of its best evaluation, after update {BEST}, "
+        "which was not written. Received: 'run@best'."
+    )
+    assert rule in rejected.stderr
+
+
+@pytest.mark.slow
 def test_an_evaluation_is_shipped_once_the_store_answers(tmp_path):
     """The run was trained, and is evaluated, without a store."""
     write_own_code(tmp_path)

@@ -38,11 +38,26 @@ def test_it_trains_what_it_brings(tmp_path):
     assert 0.5 <= run.data.metrics["val/confidence"] <= 1
 
 
+@pytest.mark.slow
+def test_its_schedule_counts_updates_and_has_a_share_of_the_horizon(tmp_path):
+    folder = tmp_path / "own_project"
+    shutil.copytree(PROJECT, folder)
+    call = ("experiment=moons", "schedule=halving", "training.epochs=null")
+    short = ("training.updates=40", "tracking.log_model=false")
+    pipeline("train", "--config-dir", "conf", *call, *short, cwd=folder)
+    store = Store(folder)
+    rates = store.history(store.run(), "train/learning_rate")
+    # 10% of the horizon are four updates.
+    for update, rate in rates.items():
+        expected = rates[1] * 0.5 ** ((update - 1) // 4)
+        assert rate == pytest.approx(expected, rel=1e-6)  # float32
+
+
 def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
     definitions = (ast.FunctionDef, ast.ClassDef)
     pieces = [node for node in tree.body if isinstance(node, definitions)]
-    assert len(pieces) == 7
+    assert len(pieces) == 8
     for piece in pieces:
         lines = piece.end_lineno - piece.lineno + 1
         assert lines < 10, piece.name
