@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import keras
 import pytest
 
-from pipeline.checkpoints import snapshot
+from pipeline.checkpoints import csv_rows, snapshot
 from tests.checkpoints.test_files import CASES, UPDATES, Run, goes_on
 from tests.parameters import mostly_slow
 
@@ -27,10 +27,19 @@ def logger(folder):
 
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory):
-    """Return a run with a `CSVLogger`: two epochs, and a part of a third one."""
-    run = Run(tmp_path_factory.mktemp("logged"), with_callback(logger))
-    assert len((run.folder / LOG).read_text().splitlines()) == 1 + 3
-    return run
+    """Return a run with a `CSVLogger`: two epochs, and a part of a third one.
+
+    It begins where another run has left its file.
+    """
+    folder = tmp_path_factory.mktemp("logged")
+    (folder / LOG).write_text("of another run\n")
+    return Run(folder, with_callback(logger))
+
+
+def test_a_new_run_begins_a_new_file_as_in_keras(logged):
+    lines = (logged.folder / LOG).read_text().splitlines()
+    assert len(lines) == 1 + 3
+    assert lines[0].startswith("epoch,")
 
 
 @pytest.mark.parametrize(
@@ -44,7 +53,7 @@ def test_a_run_that_goes_on_keeps_its_rows_and_doubles_none(
     lines = content.splitlines(keepends=True)
     # The run went on for a while after its checkpoint.
     (tmp_path / LOG).write_bytes(b"".join(lines[: 1 + rows_left]))
-    again = goes_on(logged, update, tmp_path, with_callback(logger))
+    again = goes_on(logged, update, tmp_path, with_callback(logger), every=None)
     assert (tmp_path / LOG).read_bytes() == content
     assert snapshot.starting_anew(again.callbacks) == []
 
@@ -52,16 +61,17 @@ def test_a_run_that_goes_on_keeps_its_rows_and_doubles_none(
 def test_a_file_that_somebody_has_changed_loses_nothing(logged, tmp_path):
     mine = b"# mine\n" + (logged.folder / LOG).read_bytes()
     (tmp_path / LOG).write_bytes(mine)
-    goes_on(logged, PER_EPOCH, tmp_path, with_callback(logger))
+    again = logger(tmp_path)
+    again.set_model(SimpleNamespace(stop_training=False))
+    csv_rows.keep_rows([again])
+    again.on_train_begin()
+    csv_rows.restore(again, logged.state(PER_EPOCH).values["callbacks"]["mine"])
+    for epoch in (1, 2):  # two epochs are trained again
+        again.on_epoch_end(epoch, {"learning_rate": 0.05, "loss": 1.0})
+    again.on_train_end()
     content = (tmp_path / LOG).read_bytes()
     assert content.startswith(mine)
-    assert len(content.splitlines()) == 1 + 4 + 2  # two epochs were trained again
-
-
-def test_a_new_run_begins_a_new_file_as_in_keras(tmp_path):
-    (tmp_path / LOG).write_text("of another run\n")
-    Run(tmp_path, with_callback(logger), updates=PER_EPOCH)
-    assert len((tmp_path / LOG).read_text().splitlines()) == 1 + 1
+    assert len(content.splitlines()) == 1 + 4 + 2
 
 
 class Plants(keras.callbacks.Callback):
@@ -173,7 +183,7 @@ def test_the_epoch_whose_end_is_pending_begins_too(tmp_path):
     """The run was stopped after the last update of an epoch, before its evaluation."""
     case = with_callback(lambda folder: Counts())
     with pytest.raises(BaseException, match="now"):
-        Run(tmp_path / "one", case, stop_at=PER_EPOCH)
+        Run(tmp_path / "one", case, every=100, stop_at=PER_EPOCH)
     run = SimpleNamespace(folder=tmp_path / "one")
-    again = goes_on(run, PER_EPOCH, tmp_path / "two", case)
+    again = goes_on(run, PER_EPOCH, tmp_path / "two", case, every=None)
     assert again.callbacks["mine"].counts == [0, 6, 3]
