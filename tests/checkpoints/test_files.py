@@ -76,6 +76,10 @@ class Drawing(keras.callbacks.Callback):
         self.moved = state["moved"]
 
 
+class Patient(keras.callbacks.EarlyStopping):
+    """A user's own kind of EarlyStopping."""
+
+
 class Unseeded(layers.Layer):
     """Draws from the global seed generators of Keras and TensorFlow.
 
@@ -139,6 +143,7 @@ def early_callbacks(folder):
         ),
         "history": keras.callbacks.History(),
         "draw": Drawing(),
+        "patient": Patient("val_loss", mode="max", patience=5),
     }
 
 
@@ -403,32 +408,61 @@ def rest(rows: list, update: int) -> list:
     return [row for row in rows if row[0] > update]
 
 
+PLACES = []
+for _name in CASES:
+    for _update in WHERE.get(_name, (7,)):
+        PLACES.append((_name, _update))
+
+
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow(CASES, ["ema", "callbacks"], ["streamed", "replicas", "unseeded"]),
+    ("name", "update"),
+    mostly_slow(
+        PLACES,
+        [("ema", 4), ("callbacks", 6)],
+        [("callbacks", 7), ("streamed", 4), ("replicas", 7), ("unseeded", 7)],
+    ),
 )
 def test_what_follows_a_checkpoint_is_what_would_have_followed(
-    name, straight, tmp_path
+    name, update, straight, tmp_path
 ):
     run = straight(name)
-    for update in WHERE.get(name, (7,)):
-        folder = tmp_path / str(update)
-        again = goes_on(run, update, folder, CASES[name], every=UPDATES)
-        assert again.rows.updates == rest(run.rows.updates, update)
-        assert again.rows.validations == rest(run.rows.validations, update)
-        assert again.loss == run.loss
-        assert differences(again.state(UPDATES), run.state(UPDATES)) == []
-        # After the end these may be averaged weights, or the best ones.
-        weights = again.model.get_weights()
-        for array, expected in zip(weights, run.model.get_weights(), strict=True):
-            np.testing.assert_array_equal(array, expected)
-        assert weight_files(again.folder) <= weight_files(run.folder)
+    again = goes_on(run, update, tmp_path, CASES[name], every=UPDATES)
+    assert again.rows.updates == rest(run.rows.updates, update)
+    assert again.rows.validations == rest(run.rows.validations, update)
+    assert again.loss == run.loss
+    assert differences(again.state(UPDATES), run.state(UPDATES)) == []
+    # After the end these may be averaged weights, or the best ones.
+    weights = again.model.get_weights()
+    for array, expected in zip(weights, run.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert weight_files(again.folder) <= weight_files(run.folder)
+
+
+def test_a_fork_is_the_run_itself_unless_it_takes_the_weights_alone(straight, tmp_path):
+    run = straight("ema")
+    checkpoint = files.at(run.folder / "checkpoints", 4)
+    forks = []
+    for weights_only in (False, True):
+        start = fork.Fork("id", run.folder, checkpoint, weights_only, own_rate=False)
+        assert start.tags == {"start.run": "id", "start.update": "4"}
+        start.load()
+        folder = tmp_path / str(weights_only)
+        forks.append(Run(folder, CASES["ema"], start=start, every=UPDATES))
+
+    same, other = forks
+    assert same.rows.updates == rest(run.rows.updates, 4)
+    assert same.rows.validations == rest(run.rows.validations, 4)
+    assert differences(same.state(UPDATES), run.state(UPDATES)) == []
+    # The negative control: the weights are those of the checkpoint, and nothing else.
+    assert [row[0] for row in other.rows.updates] == list(range(1, UPDATES + 1))
+    for rows, rows_of_run in zip(other.rows.updates, run.rows.updates, strict=True):
+        assert rows[1]["loss"] != rows_of_run[1]["loss"]
 
 
 def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
     kept = straight("callbacks").state(7).values["callbacks"]
-    assert set(kept) == {"stop", "reduce", "save", "history", "draw"}
+    assert set(kept) == {"stop", "reduce", "save", "history", "draw", "patient"}
     assert kept["stop"]["best_weights"]
     assert kept["history"]["history"]
     assert kept["draw"]["drawn"]
@@ -477,7 +511,7 @@ VALUES = {
 }
 
 
-QUICK = ("the seeds", "the noise scale")
+QUICK = ("the seeds",)
 
 
 def without_arrays(saved: Snapshot, fresh: Snapshot, text: str) -> Snapshot:
@@ -512,7 +546,9 @@ def without_value(saved: Snapshot, fresh: Snapshot, path: list[str]) -> Snapshot
     return Snapshot(arrays, values)
 
 
-@pytest.mark.parametrize("part", mostly_slow(ARRAYS | VALUES, QUICK, []))
+@pytest.mark.parametrize(
+    "part", mostly_slow(ARRAYS | VALUES, QUICK, ["the noise scale"])
+)
 def test_without_one_part_of_the_state_another_run_follows(
     part, straight, tmp_path, monkeypatch
 ):
@@ -632,20 +668,11 @@ def test_a_run_that_a_callback_has_stopped_stays_stopped(tmp_path, capsys):
     assert snapshot.starting_anew(early_callbacks(tmp_path)) == []
 
 
-class Patient(keras.callbacks.EarlyStopping):
-    """A user's own kind of EarlyStopping."""
-
-
-def test_the_state_of_a_subclass_of_keras_own_callback_is_kept(tmp_path, capsys):
-    def patient(folder):
-        return {"stop": Patient("val_loss", mode="max", patience=5)}
-
-    case = replace(CASES["plain"], callbacks=patient)
-    run = Run(tmp_path / "one", case)
-    kept = run.state(12).values["callbacks"]["stop"]
+def test_the_state_of_a_subclass_of_keras_own_callback_is_kept(straight):
+    """That it is restored is part of what follows a checkpoint."""
+    run = straight("callbacks")
+    kept = run.state(12).values["callbacks"]["patient"]
     assert kept["best"] is not None
-    again = goes_on(run, 12, tmp_path / "two", case)
-    assert differences(again.state(UPDATES), run.state(UPDATES)) == []
     assert snapshot.starting_anew(run.callbacks) == []
 
 
@@ -676,9 +703,9 @@ def test_the_state_of_a_subclass_of_keras_own_callback_is_kept(tmp_path, capsys)
 def test_a_checkpoint_of_another_model_is_rejected(
     changes, arguments, message, straight, tmp_path
 ):
-    case = replace(CASES["plain"], **changes)
+    case = replace(CASES["callbacks"], **changes)
     with pytest.raises(ConfigError) as error:
-        goes_on(straight("plain"), 4, tmp_path, case, **arguments)
+        goes_on(straight("callbacks"), 4, tmp_path, case, **arguments)
     assert message in str(error.value)
 
 
@@ -940,8 +967,8 @@ def test_training_goes_on_where_no_checkpoint_can_be_written(
     straight, tmp_path, capsys
 ):
     tmp_path.joinpath("checkpoints").write_text("in the way")
-    run = Run(tmp_path, CASES["plain"], every=5)
-    assert run.rows.updates == straight("plain").rows.updates
+    run = Run(tmp_path, CASES["callbacks"], every=5)
+    assert run.rows.updates == straight("callbacks").rows.updates
     assert capsys.readouterr().err.count(" was not written: ") == 3
 
 
@@ -1031,7 +1058,7 @@ def test_auto_waits_longer_after_a_slow_one(tmp_path, monkeypatch):
             now += 19
         return small(1)
 
-    while now < 8000:
+    while now < 4000:
         if checkpoints.due(1):
             times.append(now)
             checkpoints.save(1, captured)
