@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -165,10 +165,10 @@ def test_a_sample_of_power_cuts(recorded, tmp_path):
     """Each cut resumes with all rows of the updates that it does not train again."""
     seen = {}
     for number, tree in enumerate(_different(recorded.disks())):
-        if number % 100 == 0:
+        if number % 200 == 0:
             _check(recorded.decide(tree, tmp_path / "run"), seen)
     for number, tree in enumerate(_different(recorded.disks_ahead())):
-        if number % 20 == 0:
+        if number % 40 == 0:
             _check(recorded.decide(tree, tmp_path / "run"), seen)
     assert {decision.update for decision in seen} >= {0, 3, 9}
 
@@ -236,6 +236,34 @@ def test_without_the_position_in_the_journal_rows_are_lost(
     monkeypatch.setattr(resume_rules, "_has_rows", lambda *_: True)
     unchecked = [recorded.decide(cut, tmp_path / "run") for cut in cuts]
     assert any(decision.lost for decision in unchecked)
+
+
+def test_another_horizon_does_not_mix_with_the_rows_of_this_one(recorded, tmp_path):
+    """Updates after the checkpoint have rows, of which MLflow replaces none."""
+    longer = (*RUN, "training.updates=19")
+    store = f"tracking.uri={recorded.spec.config.tracking.uri}"
+    other = replace(recorded, spec=resolve(compose.composed([*longer, store]), longer))
+    tree = recorded.last()
+    assert other.decide(tree, tmp_path / "run").update == UPDATES
+
+    def refusal(*checkpoints: str) -> str:
+        """Return what is said to the disk without some checkpoints."""
+        lost = tuple(f"checkpoints/{update}" for update in checkpoints)
+        left = {path: tree[path] for path in tree if not path.startswith(lost)}
+        assert recorded.decide(left, tmp_path / "run").refused == ""
+        return other.decide(left, tmp_path / "run").refused
+
+    rule = (
+        r"hydra\.run\.dir must be resumed with its own horizon, since {} updates after "
+        r"update {} will be trained again and already have rows; for another horizon, "
+    )
+    way_on = r"begin a new run there, with start\.run=\S+/run@9\. "
+    received = r"Received: \{updates: 19\}\."
+    said = refusal("12")
+    assert re.fullmatch(rule.format(3, 9) + way_on + received, said), said
+    said = refusal("12", "9", "6", "3")
+    way_on = r"train into another folder\. "
+    assert re.fullmatch(rule.format(12, 0) + way_on + received, said), said
 
 
 def _check(decision: Decision, seen: dict[Decision, int]) -> None:
