@@ -102,7 +102,7 @@ def check_equal(folder, undisturbed):
         assert array.tobytes() == expected[name].tobytes(), name
 
 
-# `make test` has `resume` after SIGTERM, in test_fork.py.
+# `make test` has a command that goes on after a power cut, in test_power_cuts.py.
 @pytest.mark.parametrize("by", mostly_slow([2, 9, 12, 15], [], [9]))
 def test_the_same_command_goes_on_to_the_same_result(tmp_path, undisturbed, by):
     folder = folder_of(tmp_path)
@@ -129,7 +129,6 @@ def update_before(resumed):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_run_resumes_from_its_best_checkpoint_if_the_others_are_damaged(
     tmp_path, undisturbed
 ):
@@ -149,6 +148,7 @@ def test_a_run_resumes_from_its_best_checkpoint_if_the_others_are_damaged(
         assert array.tobytes() == arrays[name].tobytes(), name
 
 
+@pytest.mark.slow
 def test_resume_by_the_id_of_the_run(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
     interrupted(folder, 3, 9, *RUN)
@@ -197,7 +197,8 @@ def test_another_cut_agrees_within_rounding(tmp_path):
     assert list(curves["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
 
-@pytest.mark.parametrize("at", [5, pytest.param(17, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [5, 17])
 def test_another_horizon_does_not_mix_with_the_rows_of_this_one(tmp_path, at):
     """Updates after the checkpoint have rows, of which MLflow replaces none."""
     folder = folder_of(tmp_path)
@@ -477,7 +478,9 @@ def test_a_damaged_record_of_the_data_is_rejected_by_its_line(tmp_path, text, re
             continuation.check_dataset({})
 
 
-@pytest.mark.parametrize("precision", ["float64", "mixed_bfloat16"])
+@pytest.mark.parametrize(
+    "precision", mostly_slow(["float64", "mixed_bfloat16"], ["float64"])
+)
 def test_in_another_precision_it_is_another_run(precision):
     recorded = resolve(compose.composed([]), []).recorded
     spec = resolve(compose.composed([f"hardware.precision={precision}"]), [])
@@ -497,12 +500,14 @@ def test_changed_code_of_ones_own_is_rejected_by_its_file(tmp_path, monkeypatch)
     segment = {"code": provenance.hashes_of_own_code()}
     (tmp_path / "own_code.py").write_text("ACTIVATION = 'tanh'")
     (tmp_path / "own_removed.py").unlink()
+    specs = {}
+    for accepts in ("false", "true"):
+        config = compose.composed([f"training.accept_changed_code={accepts}"])
+        specs[accepts] = resolve(config, [])
 
     def check(accepts, start, resumed):
-        config = compose.composed([f"training.accept_changed_code={accepts}"])
         past = Past(tmp_path, start=RunStart(segment=start), resumed=resumed)
-        spec = resolve(config, [])
-        continuation = Continuation(tmp_path, "RUN", spec, past, None)
+        continuation = Continuation(tmp_path, "RUN", specs[accepts], past, None)
         continuation.check(None, None)
         return continuation.messages({})
 
