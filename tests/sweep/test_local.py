@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from pipeline.sweep import local
-from pipeline.sweep.ending import Ending, JobEndings, Outcome
+from pipeline.sweep.ending import INTERRUPTED, Ending, JobEndings, Outcome
 from pipeline.sweep.job_batch import JobBatch, Slot, StartedJob
 from tests import jobs
 from tests.running import TINY, Store, environment, pipeline, wait
@@ -59,7 +59,7 @@ class Noting(keras.callbacks.Callback):
 
 def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
     store = Store(tmp_path)
-    run = ("train", *TINY, "seed=1")
+    run = ("train", *TINY, "training.epochs=null", "training.updates=3", "seed=1")
     pipeline(*run, "tracking.experiment=hand", cwd=tmp_path)
     as_job = ("-m", "hydra.sweep.dir=jobs")
     pipeline(*run, "tracking.experiment=forked", *as_job, cwd=tmp_path)
@@ -392,6 +392,44 @@ def test_a_job_ends_with_its_sweep_also_if_that_is_killed(tmp_path, method):
         [sys.executable, "-c", script], cwd=tmp_path, env=environment(), timeout=60
     )
     wait(lambda: not psutil.pid_exists(int((tmp_path / "pid").read_text())), 10)
+
+
+def test_an_interrupted_sweep_ends_its_jobs_and_starts_no_other(tmp_path, capsys):
+    pids = tmp_path / "pids"
+    pids.mkdir()
+
+    class Interrupted:
+        """Starts processes, and raises what Ctrl-C does once two of them work."""
+
+        interval = 0.05
+        interrupted = False
+
+        def job(self, task, gpus):
+            return local.LocalJob(task, gpus, tmp_path / "job.log", 1, ["spawn"])
+
+        def poll(self):
+            works = [file.read_text() != "" for file in pids.iterdir()]
+            if works == [True, True] and not self.interrupted:
+                self.interrupted = True
+                raise KeyboardInterrupt
+
+        def stop(self, running, *, kill):
+            assert not kill
+            for job in running:
+                job.interrupt()
+
+    tasks = {}
+    for number in range(3):
+        tasks[f"job {number}"] = jobs.Task(jobs.lasting, (pids / str(number),))
+    endings = JobEndings()
+    batch = JobBatch(Interrupted(), [Slot([]), Slot([])], endings, False, patience=60)
+    with pytest.raises(KeyboardInterrupt):
+        batch.run(tasks)
+    causes = {name: ending.cause for name, ending in endings.by_name.items()}
+    assert causes == {"job 0": INTERRUPTED, "job 1": INTERRUPTED}
+    for file in pids.iterdir():
+        assert not psutil.pid_exists(int(file.read_text()))
+    assert "job 2" not in capsys.readouterr().err
 
 
 def test_an_interrupted_job_may_wait_for_its_store(monkeypatch):
