@@ -179,6 +179,7 @@ def test_jobs_that_raise_die_and_run_out_of_memory_stop_no_other(troubles):
     assert f"pipeline {again}" in printed
 
 
+@pytest.mark.slow
 def test_what_is_missing_runs_again_and_nothing_is_doubled(troubles):
     _, (_, before), printed, (parent, after) = troubles
     assert parent.info.status == "FINISHED"
@@ -272,6 +273,7 @@ def test_two_jobs_share_a_gpu_if_they_are_asked_to(tmp_path):
     assert (tmp_path / f"pipeline-{os.getuid()}-gpu-3.lock").exists()
 
 
+@pytest.mark.slow
 def test_the_parent_says_what_the_sweep_was(troubles):
     *_, (parent, _) = troubles
     assert parent.info.run_name == "sweep troubles"
@@ -292,11 +294,12 @@ LATER = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "to_group", "at_once"),
     [
         pytest.param(signal.SIGINT, True, 2, id="ctrl-c"),
-        pytest.param(signal.SIGTERM, False, 1, id="sigterm", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, 1, id="sigterm"),
     ],
 )
 def test_an_interrupted_sweep_ends_its_jobs_and_closes_their_runs(
