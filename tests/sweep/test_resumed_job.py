@@ -32,6 +32,7 @@ def test_a_job_goes_on_in_its_run_beneath_the_sweep(folder):
     assert run.data.tags["sweep.job"] == run.info.run_name == "seed=7"
 
 
+@pytest.mark.slow
 def test_it_cannot_go_to_another_sweep(folder):
     override = "tracking.sweep=another"
     result = pipeline("resume", "swept/0", override, cwd=folder, status=2)
