@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.sweep import liveness, opening
+from tests.parameters import mostly_slow
 from tests.shared import place_store
 
 SECONDS = 2.0  # in which two see each other, with a store on this machine
@@ -71,7 +72,10 @@ def reopened(config, count, pause):
     return answers
 
 
-@pytest.mark.parametrize("pause", [0.0, 0.3, SECONDS, 3 * SECONDS])
+@pytest.mark.parametrize(
+    "pause",
+    mostly_slow([0.0, 0.3, SECONDS, 3 * SECONDS], [0.0, SECONDS]),
+)
 def test_one_of_two_is_refused(config, pause):
     answers = reopened(config, 2, pause)
     refusals = [answer for answer in answers if isinstance(answer, str)]
