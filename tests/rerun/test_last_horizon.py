@@ -59,7 +59,7 @@ def test_a_horizon_that_an_older_version_has_not_recorded_is_noticed():
     tags = {"segments": "2", "updates": "840"}
     with pytest.raises(ConfigError) as error:
         requested(CONSTANT, tags)
-    assert "one of 7200 updates, and ended after 840" in str(error.value)
+    assert "a horizon of 7200 updates, and ended after 840" in str(error.value)
     assert "rerun ab12 --allow=mine training.updates=840." in str(error.value)
     assert requested(CONSTANT, tags | {"updates": "7200"}) == []
     assert requested(CONSTANT, tags | {"stopped_by": "a callback"}) == []
