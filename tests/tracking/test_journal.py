@@ -238,6 +238,7 @@ for pid in (journal.shipper.process.pid, os.getpid()):
     assert failure == "The process ended without a message after update 19."
 
 
+@pytest.mark.slow
 def test_a_damaged_journal_is_shipped_up_to_the_damage(tmp_path):
     journal = begun(tmp_path)
     os.kill(journal.shipper.process.pid, signal.SIGKILL)
@@ -607,7 +608,7 @@ def test_a_printed_command_names_the_store_unless_it_would_find_it(monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://exported:80")
     assert (
         sync_command("run", DEFAULT_STORE)
-        == f"pipeline sync run tracking.uri={DEFAULT_STORE}"
+        == f"pipeline sync run tracking.uri={absolute(DEFAULT_STORE)}"
     )
 
 
