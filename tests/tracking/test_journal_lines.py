@@ -33,6 +33,7 @@ from pipeline.tracking.journal_lines import (
     Tags,
 )
 from tests.running import Store, pipeline
+from tests.shared import place_store
 
 START = {
     "format": 1,
@@ -185,6 +186,7 @@ def test_one_bad_journal_keeps_no_other_run_from_anything(tmp_path):
         {"end": "FINISHED"},
     )
     crafted(tmp_path / "good", *lines)
+    place_store(tmp_path)
     answer = pipeline("sync", cwd=tmp_path, status=None)
     assert "Traceback" not in answer.stderr
     assert "good: 1 point sent to the store; run " in answer.stderr
