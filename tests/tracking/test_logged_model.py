@@ -22,6 +22,7 @@ from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST
 from pipeline.tracking import failures, logged_model, model_upload
 from pipeline.tracking.journal_file import MODEL
 from tests.running import pipeline
+from tests.shared import place_store
 
 NAME = MODEL.format("0" * 32)
 
@@ -143,7 +144,8 @@ def saved(tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    place_store(tmp_path)
+    client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
     return client, client.create_run(
         client.create_experiment("e", (tmp_path / "artifacts").as_uri())
     ).info
