@@ -91,7 +91,9 @@ def test_a_recorded_store_leads_nowhere_else_by_a_code(tmp_path):
         Store(recorded)
 
 
-@pytest.mark.parametrize("name", ["a:b,:c", 'it\'s "so"'])
+@pytest.mark.parametrize(
+    "name", ['it\'s "so"', pytest.param("a:b,:c", marks=pytest.mark.slow)]
+)
 def test_a_new_store_is_made_in_a_folder_of_that_name(tmp_path, monkeypatch, name):
     """MLflow writes the path of the working folder into a statement of SQL."""
     folder = tmp_path / name
