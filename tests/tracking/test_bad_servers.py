@@ -34,7 +34,8 @@ def server(status, headers, body=b"{}"):
             pass
 
     listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever)
+    # It looks for its end each hundredth of a second.
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{listening.server_port}", requests
