@@ -11,11 +11,14 @@ import time
 
 import pytest
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import NOT_SHIPPED, ConfigError
+from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.sync_run import sync_run
 from tests.parameters import mostly_slow
 from tests.running import wait
+from tests.shared import place_store
 from tests.tracking.shipped import (
     BUSY,
     UPDATES,
@@ -90,6 +93,29 @@ def test_down_at_the_start_and_waited_for(
     check_complete()
 
 
+def test_a_run_that_was_kept_offline_is_complete_after_sync(tmp_path, capsys):
+    """It has all that a run has whose store was there."""
+    place_store(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    journal = opened(uri, tmp_path / "undisturbed", "undisturbed")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") is None
+
+    run_dir = tmp_path / "offline"
+    away = "http://127.0.0.1:9"
+    journal = opened(away, run_dir, "offline", when_unreachable="offline")
+    train(journal, 1, UPDATES)
+    assert journal.close("FINISHED") == "the store was not asked"
+    assert sync_run(str(run_dir), OwnStore(away), 1.0, named=True) == NOT_SHIPPED
+    for _ in range(2):
+        assert sync_run(str(run_dir), OwnStore(uri), 60.0, named=True) == 0
+    assert "0 points sent to the store" in capsys.readouterr().err
+    assert fields(uri, "offline") == fields(uri, "undisturbed")
+    began, *_, end = (run_dir / JOURNAL_NAME).read_text().splitlines()[:-1]
+    assert times(uri, "offline") == (json.loads(began)["time"], json.loads(end)["time"])
+
+
+@pytest.mark.slow
 def test_down_from_the_start_to_the_end(
     tmp_path, proxy, check_complete, capsys, request
 ):
