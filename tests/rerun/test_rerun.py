@@ -268,6 +268,7 @@ def equal(store: Store, old: str, new: str) -> int:
     return sum(len(history) for history in old_histories.values())
 
 
+@pytest.mark.slow
 def test_a_run_runs_again_to_the_bit(made, again):
     done = 0
     for (experiment, target), run_id in made.runs.items():
@@ -283,6 +284,7 @@ def test_a_run_runs_again_to_the_bit(made, again):
     assert done == len(HERE)
 
 
+@pytest.mark.slow
 def test_a_rerun_says_where_it_comes_from_and_what_came_of_it(made, again):
     client = made.store.client
     old = client.get_run(made.adamw)
@@ -320,6 +322,7 @@ def test_dropout_augmentation_and_a_callback_in_the_run_directory(
     assert written.exists()
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_without_a_rerun(made, again):
     adamw = made.adamw
     uri = store_of(made)
@@ -411,6 +414,7 @@ def test_a_callback_that_writes_is_left_out_unless_it_is_allowed(again_wider):
     assert "left out" not in again_wider.answers["shifted"]["err"]
 
 
+@pytest.mark.slow
 def test_an_override_takes_a_key_of_the_record_away(again):
     deleted = again.answers["metric deleted"]
     assert deleted["status"] == 0, deleted["err"]
@@ -426,6 +430,7 @@ def test_data_are_read_where_the_record_says_if_that_is_below_this_folder(again_
         assert "dataset.data_dir: " not in again_wider.answers[case]["err"]
 
 
+@pytest.mark.slow
 def test_another_beta_differs_where_adam_first_uses_it(made, again):
     """The first update of Adam does not depend on beta: m/(1−β) = g, whatever β.
 
