@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -110,16 +110,12 @@ def made(tmp_path_factory):
         "train": TRAIN,
         "only printed": "evaluate run@best --no-log",
         "best": "evaluate run@best",
-        "again": "evaluate run@best",
         "last": "evaluate run --split validation",
-        "other data": "evaluate run dataset.flip=true --name flipped",
         "other data, no name": "evaluate run dataset.flip=true",
         "another key": "evaluate run optimizer.learning_rate=2",
         "no such update": "evaluate run@3",
         "a name of a split": "evaluate run --name test",
         "replicas": "evaluate run hardware.replicas=2",
-        "predict": "predict run@best --split test --out whole.parquet",
-        "predict again": "predict run@best --split test --out whole.parquet",
     }
     answers = one_process(lines, folder)
     assert answers["train"]["status"] == 0, answers["train"]["err"]
@@ -128,8 +124,21 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def made_by_id(made):
+def made_wider(made):
+    """Return the same after more commands."""
+    lines = {
+        "again": "evaluate run@best",
+        "other data": "evaluate run dataset.flip=true --name flipped",
+        "predict": "predict run@best --split test --out whole.parquet",
+        "predict again": "predict run@best --split test --out whole.parquet",
+    }
+    return replace(made, answers=made.answers | one_process(lines, made.folder))
+
+
+@pytest.fixture(scope="module")
+def made_by_id(made_wider):
     """The answers to commands that name the run by its ID."""
+    made = made_wider
     lines = {
         "by ID": f"evaluate {made.run_id}@{LAST} --allow mine --no-log",
         "not trusted": f"evaluate {made.run_id}",
@@ -164,6 +173,7 @@ def test_a_checkpoint_has_the_results_that_the_run_logged(made, answer, update):
         assert said in made.answers[answer]["err"]
 
 
+@pytest.mark.slow
 def test_code_that_has_changed_since_the_run_is_named(made):
     lines = {
         "run directory": "evaluate run --no-log",
@@ -193,13 +203,17 @@ def test_what_is_only_printed_leaves_nothing(made):
     assert made.answers["only printed"]["out"] == made.answers["best"]["out"]
 
 
-def test_an_evaluation_is_logged_once(made):
+@pytest.mark.slow
+def test_an_evaluation_is_logged_once(made_wider):
+    made = made_wider
     assert "is already logged after update 2" in made.answers["again"]["err"]
     assert made.answers["again"]["changed"] == []
     assert made.run.info.status == "FINISHED"
 
 
-def test_other_data_have_a_name_of_their_own(made):
+@pytest.mark.slow
+def test_other_data_have_a_name_of_their_own(made_wider):
+    made = made_wider
     assert made.answers["other data"]["status"] == 0
     # Each label is the other one.
     accuracy = made.history("eval/flipped-validation/accuracy")[LAST]
@@ -237,11 +251,19 @@ def test_another_evaluation_under_the_same_name_is_refused(made_by_id):
         ("another key", "optimizer.learning_rate", "must be left out"),
         ("replicas", "hardware.replicas", "must be left out"),
         ("no such update", "RUN", "must name an update whose checkpoint exists"),
-        ("predict again", "--out", "must be a file that does not exist"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_line(made, answer, key, rule):
-    result = made.answers[answer]
+    check_refused(made.answers[answer], key, rule)
+
+
+@pytest.mark.slow
+def test_a_file_of_predictions_is_not_replaced(made_wider):
+    rule = "must be a file that does not exist"
+    check_refused(made_wider.answers["predict again"], "--out", rule)
+
+
+def check_refused(result, key, rule):
     assert result["status"] == 2
     assert key in result["err"].splitlines()[-1]
     assert rule in result["err"].splitlines()[-1]
@@ -309,7 +331,9 @@ def test_a_further_validation_set_is_predicted(made, made_by_id):
     assert answer["changed"] == []
 
 
-def test_predictions_have_a_row_for_each_example(made):
+@pytest.mark.slow
+def test_predictions_have_a_row_for_each_example(made_wider):
+    made = made_wider
     table = pq.read_table(made.folder / "whole.parquet")
     assert table.column_names == ["position", "output", "label", "loss"]
     assert table["position"].to_pylist() == list(range(6000))
