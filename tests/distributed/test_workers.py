@@ -20,6 +20,7 @@ from pipeline.checkpoints.files import saved_updates
 from pipeline.config import metric_names
 from pipeline.distributed import heartbeats
 from tests.parameters import mostly_slow
+from tests.run.fitted import fit
 from tests.running import Store, pipeline, python, wait
 from tests.shared import place_store
 from tests.warm import Python
@@ -207,8 +208,28 @@ def slow_run(
     return process
 
 
-@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_workers_train_the_run_of_one_device(tmp_path, alone, workers):
+def test_workers_train_the_run_of_one_device(tmp_path):
+    """One device trains it in this process."""
+    one = fit(tmp_path / "one", *RUN)
+    pipeline("train", *RUN, "hardware.workers=2", cwd=tmp_path)
+    here = left_in(tmp_path)
+    names = set()
+    for kind, rows in (("train", one.rows.updates), ("val", one.rows.validations)):
+        for update, row in rows:
+            for key, value in row.items():
+                name = f"{kind}/{key}"
+                if not metric_names.treatment_of(name).of_the_cut:
+                    assert here[name][update] == pytest.approx(value, rel=1e-12), name
+                    names.add(name)
+    assert {"train/loss", "val/loss", "val/late/loss"} <= names
+    wait(lambda: workers_in(tmp_path) == [], 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_run_of_workers_has_the_rows_of_the_run_of_one_device(
+    tmp_path, alone, workers
+):
     done = pipeline("train", *RUN, f"hardware.workers={workers}", cwd=tmp_path)
     banner = f"^{workers} workers, each with"
     assert len(re.findall(banner, done.stderr, re.MULTILINE)) == 1
