@@ -5,7 +5,11 @@ Their curves are arrays: no training takes place.
 
 from __future__ import annotations
 
+import math
+import sqlite3
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +25,7 @@ from pipeline.tracking.store import Store
 from tests import shared
 
 STARTED = 1_700_000_000_000  # ms since the epoch
-MOST = 1000  # metrics that one call of `log_batch` takes
+LARGEST = sys.float_info.max  # what an SQL store has in place of infinity
 
 
 @dataclass
@@ -131,8 +135,7 @@ class PlantedSweep:
         points = []
         for key, curve in {**common, **curves}.items():
             points += self._points(key, curve)
-        for start in range(0, len(points), MOST):
-            self.client.log_batch(run_id, metrics=points[start : start + MOST])
+        log_points(self.store, run_id, points)
 
         self.clock += 1000 + int(1000 * seconds * updates)
         if status != "RUNNING":
@@ -160,6 +163,32 @@ class PlantedSweep:
         """Set tags of the run with an ID."""
         run_tags = [RunTag(key, value) for key, value in tags.items()]
         self.client.log_batch(run, tags=run_tags)
+
+
+def log_points(store: Store, run_id: str, points: Sequence[Metric]) -> None:
+    """Put the points of a new run into an SQLite store, as MLflow's `log_batch` does.
+
+    That takes a hundred times as long.
+    """
+    rows = []
+    latest: dict[str, tuple[tuple, tuple]] = {}
+    for point in points:
+        is_nan = math.isnan(point.value)
+        value = 0.0 if is_nan else max(-LARGEST, min(point.value, LARGEST))
+        row = (point.key, value, point.timestamp, run_id, point.step, is_nan)
+        rows.append(row)
+        order = (point.step, point.timestamp, value)
+        if point.key not in latest or order > latest[point.key][0]:
+            latest[point.key] = (order, row)
+
+    columns = (
+        "(key, value, timestamp, run_uuid, step, is_nan) VALUES (?, ?, ?, ?, ?, ?)"
+    )
+    assert store.database is not None
+    with closing(sqlite3.connect(store.database, timeout=60)) as database, database:
+        database.executemany(f"INSERT INTO metrics {columns}", rows)
+        latest_rows = [row for _, row in latest.values()]
+        database.executemany(f"INSERT INTO latest_metrics {columns}", latest_rows)
 
 
 def job(
