@@ -1,7 +1,7 @@
 """The sentences of a report, recomputed from the rows of eight planted sweeps.
 
-Nothing of `pipeline.report` is used but its `findings.json`: the rules are written down
-here a second time, in loops over rows.
+Nothing of `pipeline.report` is used but its findings: the rules are written down here a
+second time, in loops over rows.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import json
 import math
 import re
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy import stats
 
 from pipeline.report import writer
+from pipeline.report.findings import SweepFinding
+from pipeline.report.job_results import Curve, JobResult
+from pipeline.report.sweep_result import SweepResult
 from tests import synthetic
 from tests.synthetic import PlantedSweep
 
 FIRST_LOOK = 0.04  # the chance of error of the first verdict on a sweep
 NUMBER = r"(-?[\d.]+(?:e-?\d+)?)"
 SPREAD = rf"{NUMBER}(?: ± {NUMBER})?"
+VARIED = ["accumulation.factor", "seed"]
 
 
 @dataclass
@@ -199,17 +204,78 @@ PLANTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory):
-    return synthetic.store(tmp_path_factory.mktemp("store"))
-
-
 @pytest.fixture(scope="module", params=list(PLANTED))
-def case(request, store, tmp_path_factory) -> tuple[Planted, dict[str, str]]:
+def case(request) -> tuple[Planted, dict[str, str]]:
     """Return a planted sweep, and the sentences of its report by topic."""
     planted = PLANTED[request.param]()
+    return planted, texts_of(writer.summarize(result_of(planted)))
+
+
+def result_of(planted: Planted) -> SweepResult:
+    """Return the sweep as its report reads it from a store."""
+    results = []
+    clock = synthetic.STARTED
+    for job in planted.jobs:
+        updates = max(job.losses)
+        steps = np.arange(1, updates + 1)
+        values_by_metric = {
+            "train/examples_seen": job.batch * steps,
+            "train/effective_batch_size": np.full(updates, job.batch),
+            "train/learning_rate": np.full(updates, 0.1),
+            "perf/update_seconds": np.full(updates, job.seconds),
+            "perf/examples_per_second": np.full(updates, job.batch / job.seconds),
+            "perf/peak_memory_bytes": np.full(updates, 100 * 2**20),
+            "train/loss": np.full(updates, 2.0),
+        }
+        curves = {}
+        for metric, values in values_by_metric.items():
+            curves[metric] = Curve(steps, values.astype(float))
+        curves["val/loss"] = Curve(
+            np.array(list(job.losses)), np.array(list(job.losses.values()))
+        )
+        ended = clock + 1000 + int(1000 * job.seconds * updates)
+        results.append(
+            JobResult(
+                job.name,
+                job.name,
+                job.status,
+                {
+                    "accumulation.factor": str(job.factor),
+                    "seed": str(job.seed),
+                    "hardware.precision": "float32",
+                },
+                curves=curves,
+                started=clock,
+                ended=ended - 500,
+                factor=job.factor,
+                effective_batch_size=job.batch,
+                micro_batch_size=job.micro,
+            )
+        )
+        clock = ended
+    results += [JobResult(name) for name in planted.planned]
+    best = "factor=4" if planted.search else ""
+    return SweepResult(
+        *("sqlite:///none.db", "0" * 32, "planted", "FINISHED"),
+        *(VARIED, results, best),
+        search=planted.search,
+    )
+
+
+def texts_of(findings: list[SweepFinding]) -> dict[str, str]:
+    """Return the text of the first finding of each topic."""
+    texts: dict[str, str] = {}
+    for finding in findings:
+        texts.setdefault(finding.topic, finding.text)
+    return texts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLANTED)
+def test_the_report_of_a_store_has_the_same_sentences(tmp_path, name):
+    planted = PLANTED[name]()
     names = [job.name for job in planted.jobs] + planted.planned
-    sweep = PlantedSweep(store, names, ["accumulation.factor", "seed"], request.param)
+    sweep = PlantedSweep(synthetic.store(tmp_path), names, VARIED, "planted")
     for job in planted.jobs:
         updates = max(job.losses)
         sweep.job(
@@ -225,13 +291,12 @@ def case(request, store, tmp_path_factory) -> tuple[Planted, dict[str, str]]:
         best = {"loss": 1.4, "overrides": ["accumulation.factor=4"]}
         sweep.client.set_tag(sweep.run_id, "sweep.best", json.dumps(best))
     sweep.end()
-
-    folder = tmp_path_factory.mktemp("report")
-    writer.write(store.uri, sweep.run_id, folder)
+    writer.write(sweep.store.uri, sweep.run_id, tmp_path / "report")
     texts: dict[str, str] = {}
-    for finding in json.loads((folder / "findings.json").read_text()):
+    for finding in json.loads((tmp_path / "report" / "findings.json").read_text()):
         texts.setdefault(finding["topic"], finding["text"])
-    return planted, texts
+    result = replace(result_of(planted), uri=sweep.store.uri, run_id=sweep.run_id)
+    assert texts == texts_of(writer.summarize(result))
 
 
 # --- the rules, once more ---
