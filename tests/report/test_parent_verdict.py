@@ -60,20 +60,33 @@ def sweep_in(store, losses: dict[int, Sequence[float]] = LOSSES) -> PlantedSweep
     return made
 
 
+@pytest.fixture(scope="module")
+def published(store) -> tuple[PlantedSweep, str]:
+    """Return a sweep with its verdict, and the description from before."""
+    made = sweep_in(store)
+    before = parent(made).tags[parent_verdict.NOTE]
+    writer.publish(store.uri, made.run_id, [])
+    return made, before
+
+
 def parent(made: PlantedSweep) -> Any:
     return made.client.get_run(made.run_id).data
 
 
-def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsys):
-    made = sweep_in(store)
-    before = parent(made).tags[parent_verdict.NOTE]
-    writer.publish(store.uri, made.run_id, [])
+def test_the_description_begins_with_the_verdict_and_keeps_the_rest(
+    store, published, capsys
+):
+    made, before = published
     note = parent(made).tags[parent_verdict.NOTE]
     lines = note.split("\n")
     link = "[Compare the runs of this sweep](#/the/view)"
     assert lines[0].startswith(f"**Accumulate by 4.** {link}")
     assert lines[2].startswith("> Accumulate by 4: compared with factor 1")
     assert note.endswith(before.partition("\n")[2].strip("\n"))
+
+    # Another report replaces it.
+    writer.publish(store.uri, made.run_id, [])
+    assert parent(made).tags[parent_verdict.NOTE] == note
     out = capsys.readouterr().out
     assert out.startswith("Does accumulating pay?: Accumulate by 4")
     # A name may have several sweeps.
@@ -83,14 +96,9 @@ def test_the_description_begins_with_the_verdict_and_keeps_the_rest(store, capsy
         rf"reported: sweep {made.run_id[:8]} \(does_it_pay\), {began}", which
     )
 
-    # Another report replaces it.
-    writer.publish(store.uri, made.run_id, [])
-    assert parent(made).tags[parent_verdict.NOTE] == note
 
-
-def test_its_figures_are_metrics_of_the_parent_run(store):
-    made = sweep_in(store)
-    writer.publish(store.uri, made.run_id, [])
+def test_its_figures_are_metrics_of_the_parent_run(store, published):
+    made, _ = published
     sweep = reading.read(store.uri, made.run_id)
     verdict = writer.summarize(sweep)[0]
     assert verdict.topic == "verdict"
