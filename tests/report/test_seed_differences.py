@@ -103,7 +103,7 @@ def decides(result) -> bool:
         ([1], [1, 1, 5], 3),
         ([5], [1, 1], 3),
         # Three rates each, of which the best ones are compared.
-        ([1, 1, 5], [1, 5, 1, 1, 5, 1], 3),
+        pytest.param([1, 1, 5], [1, 5, 1, 1, 5, 1], 3, marks=pytest.mark.slow),
         ([0.2], [1], 5),
     ],
 )
