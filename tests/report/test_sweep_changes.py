@@ -203,6 +203,7 @@ def drawn_sweep(rng: np.random.Generator, settings: int, seeds: int) -> SweepRes
     return synthetic.swept(jobs)
 
 
+@pytest.mark.slow
 def test_between_sweeps_that_differ_by_chance_it_errs_in_five_percent():
     rng = np.random.default_rng(0)
     draws = 400
