@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from scipy.special import stdtrit
 
+from pipeline.common.sqlite_uri import absolute
 from pipeline.report import verdict
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
@@ -17,7 +18,7 @@ from pipeline.report.sweep_result import SweepResult
 from pipeline.report.writer import TOPICS, summarize
 from tests import synthetic
 
-SWEEPS = 200
+SWEEPS = 100
 NOISE = 0.02  # the standard deviation of a loss over seeds
 MICRO_BATCH = 8
 SECONDS = 0.01  # the time for eight examples, unless a test sets another
@@ -255,7 +256,8 @@ def test_two_seeds_have_an_interval_and_the_number_that_would_tell():
     assert figures["state"] == "few"
     assert figures["more"] == 1
     assert "1 more seed of factors 1 and 4 would tell" in finding.text
-    assert finding.text.endswith("tracking.uri=sqlite:///none.db seed=0,1,2")
+    uri = absolute("sqlite:///none.db")
+    assert finding.text.endswith(f"tracking.uri={uri} seed=0,1,2")
     assert "To add seeds: pipeline sweep made --again 0000" in finding.text
 
 
