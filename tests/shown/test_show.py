@@ -169,8 +169,13 @@ def are_equal(run: Trained, other: Trained) -> bool:
     return run.rows.rows == other.rows.rows
 
 
-def test_it_trains_to_the_bits_of_a_run_that_shows_nothing():
-    plain = trained()
+@pytest.fixture(scope="module")
+def plain() -> Trained:
+    """Return the run that shows nothing."""
+    return trained()
+
+
+def test_it_trains_to_the_bits_of_a_run_that_shows_nothing(plain):
     shown = trained(settings=Settings(), own={"mine": draws})
     assert are_equal(plain, shown)
 
@@ -187,11 +192,11 @@ def test_it_trains_to_the_bits_of_a_run_that_shows_nothing():
 
 
 @pytest.mark.slow
-def test_the_random_state_decides_the_weights(monkeypatch):
+def test_the_random_state_decides_the_weights(plain, monkeypatch):
     """A function whose draws were not undone would train another model."""
     monkeypatch.setattr(functions, "_state_kept", lambda _: nullcontext())
     shown = trained(settings=Settings(), own={"mine": draws})
-    assert not are_equal(trained(), shown)
+    assert not are_equal(plain, shown)
 
 
 @pytest.mark.slow
@@ -212,10 +217,10 @@ def test_what_was_shown_before_a_resume_is_not_shown_again():
     assert [shown.update for shown in rows.shown] == [9]
 
 
-def test_an_error_ends_nothing_and_is_one_line(capsys):
+def test_an_error_ends_nothing_and_is_one_line(plain, capsys):
     rows = Rows()
     rows.error = OSError(28, "No space left on device")
-    assert are_equal(trained(rows, Settings()), trained())
+    assert are_equal(trained(rows, Settings()), plain)
     lines = capsys.readouterr().err.splitlines()
     (warning,) = [line for line in lines if line.startswith("tracking.show")]
     assert warning == (
@@ -224,7 +229,9 @@ def test_an_error_ends_nothing_and_is_one_line(capsys):
 
 
 @pytest.mark.slow
-def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypatch):
+def test_a_batch_that_cannot_be_collected_leaves_the_functions(
+    plain, capsys, monkeypatch
+):
     def fails(self, batch, observation):
         raise ValueError("on purpose")
 
@@ -235,7 +242,7 @@ def test_a_batch_that_cannot_be_collected_leaves_the_functions(capsys, monkeypat
     assert len(run.rows.shown) == EPOCHS
     for shown in run.rows.shown:
         assert shown.pictures == ["shown/mine"]
-    assert are_equal(run, trained())
+    assert are_equal(run, plain)
 
 
 @pytest.mark.slow
