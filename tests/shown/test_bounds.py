@@ -86,7 +86,7 @@ def test_a_thousand_evaluations_of_noise_stay_within_the_stated_size():
 
 
 @pytest.mark.parametrize(
-    "shape", [(3000, 4000, 3), (1, 5000), (5000, 1, 1), (1, 1), (700, 700, 4)]
+    "shape", [(1500, 2000, 3), (1, 5000), (5000, 1, 1), (1, 1), (700, 700, 4)]
 )
 def test_a_picture_of_a_user_is_bounded(shape):
     noise = np.random.default_rng(0).random(shape)
