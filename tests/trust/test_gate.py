@@ -21,6 +21,7 @@ from pipeline.config.plain import plain
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.trust import instantiate, trusted_names
 from pipeline.trust.gate import Gate, check_config, check_size, drop_writers, strict
+from tests.parameters import mostly_slow
 from tests.running import ROOT, environment
 
 CALLBACK = "training.callbacks.it"
@@ -680,6 +681,15 @@ def test_a_small_file_of_a_huge_config_is_refused(gate):
 
 GROUPS = ("dataset", "experiment", "model")
 PLAIN = ("optimizer", "scaling", "schedule", "training")
+# What builds, reads and nests most.
+FAST = (
+    "dataset=text_files",
+    "dataset=tfds",
+    "experiment=images",
+    "experiment=tabular_binary",
+    "experiment=text",
+    "model=decoder",
+)
 
 
 def options(groups: tuple[str, ...]) -> list[str]:
@@ -694,8 +704,7 @@ def options(groups: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     "option",
     [
-        *options(GROUPS),
-        *(pytest.param(option, marks=pytest.mark.slow) for option in options(PLAIN)),
+        *mostly_slow(options((*GROUPS, *PLAIN)), FAST),
     ],
 )
 def test_every_ready_config_passes(option, gate):
