@@ -130,6 +130,7 @@ def test_the_tag_of_a_sweep_ends_all_its_jobs(tmp_path):
     assert len(store.trained()) == 2
 
 
+@pytest.mark.slow
 def test_a_run_of_this_machine_is_stopped_by_a_signal(tmp_path):
     shared.place_store(tmp_path)
     process = start("train", *ENDLESS, "hydra.run.dir=run", cwd=tmp_path)
