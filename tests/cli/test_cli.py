@@ -191,7 +191,11 @@ def test_a_users_own_configs_by_config_dir(installed):
             "training.epochs=",
             marks=pytest.mark.slow,
         ),
-        ("pipeline train model=mlp model.hi", "model.hidden."),
+        pytest.param(
+            "pipeline train model=mlp model.hi",
+            "model.hidden.",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "pipeline sweep factor_w",
             "factor_with_linear_scaling factor_with_sqrt_scaling",
@@ -219,7 +223,7 @@ def test_a_tab_in_bash_completes_verbs_sweeps_groups_and_keys(installed, line, c
     ("line", "status"),
     [
         ("train --config-dir mine --cfg job", 0),
-        ("sweep seeds --config-dir mine nope=1", 2),
+        pytest.param("sweep seeds --config-dir mine nope=1", 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_config_with_the_name_of_a_built_in_is_said_to_be_unused(
