@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
 import sys
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, chdir, contextmanager, redirect_stdout
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from mlflow.tracking import MlflowClient
 from pipeline.cli.runs import ListedRun
 from pipeline.cli.runs import runs as runs_command
 from pipeline.cli.runs_order import Entry, sorted_runs
+from pipeline.common.errors import ConfigError
 from pipeline.run.ending_lines import results_and_times
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
@@ -92,10 +94,11 @@ def with_checkpoint(run_dir):
     return run_dir
 
 
-def listed(folder, *arguments, status=0):
+def listed(folder, *arguments):
     """Return what `pipeline runs --json` says about each run, by its name."""
-    answer = pipeline("runs", "--json", *arguments, cwd=folder, status=status)
-    return {run["name"]: run for run in json.loads(answer.stdout)}
+    with chdir(folder), redirect_stdout(io.StringIO()) as out:
+        assert runs_command(["--json", *arguments]) == 0
+    return {run["name"]: run for run in json.loads(out.getvalue())}
 
 
 def stored(client, name, began, status, steps=0, **params):
@@ -392,10 +395,11 @@ def test_a_filter_takes_the_words_of_the_list(folder):
         ),
     ],
 )
-def test_a_wrong_query_is_rejected(several, arguments, rule):
-    refused = pipeline("runs", *arguments, cwd=several, status=2)
-    assert refused.stderr.startswith(f"pipeline: {rule}")
-    assert refused.stdout == ""
+def test_a_wrong_query_is_rejected(several, arguments, rule, capsys):
+    with chdir(several), pytest.raises(ConfigError) as refused:
+        runs_command(arguments)
+    assert str(refused.value).startswith(rule)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_run_that_its_store_has_lost_is_absent(tmp_path):
