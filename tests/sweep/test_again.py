@@ -6,6 +6,7 @@ Processes that are gone may have left runs RUNNING.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 
@@ -17,7 +18,9 @@ from pipeline.common.errors import ConfigError
 from pipeline.config import compose
 from pipeline.sweep import again, liveness, opening
 from pipeline.sweep.liveness import ALIVE, SILENCE_LIMIT
+from pipeline.tracking import journal_file
 from pipeline.tracking.foreign_store import MULTIRUN
+from pipeline.tracking.journal_file import JOURNAL_NAME
 from tests import synthetic
 from tests.running import Store, pipeline, wait
 from tests.sweep.test_sweep import PLANNED
@@ -263,6 +266,89 @@ def test_where_the_first_call_worked_is_not_recorded():
     ]
 
 
+# What runs again
+
+
+SCRIPTED = """
+from types import SimpleNamespace
+from pipeline.sweep.ending import Ending, Outcome
+from pipeline.sweep.local import LocalLauncher
+
+ENDINGS = [
+    Ending(Outcome.FAILED, reason="ValueError: the job is cursed"),
+    Ending(Outcome.NO_RESULT, cause="killed by SIGKILL"),
+    Ending(Outcome.FINISHED, 1.0),
+]
+
+class Scripted(LocalLauncher):
+    # Its jobs print their overrides, start no process, and end badly at first.
+    interval = 0.0
+
+    def _slots(self, hardware_of_jobs):
+        return [[], []]
+
+    def _prepare(self):
+        pass
+
+    def _backend(self, sweep, hardware_of_jobs):
+        self.endings = iter(ENDINGS)
+        return self
+
+    def poll(self):
+        pass
+
+    def job(self, task, gpus):
+        print(task.overrides)
+        if "seed=3" in task.overrides:
+            raise OSError("no such job")
+        ending = next(self.endings)
+        return SimpleNamespace(start=lambda: None, poll=lambda: ending)
+"""
+
+
+def test_what_is_missing_runs_and_no_failure_stops_another(tmp_path):
+    (tmp_path / "hydra_plugins").mkdir()  # where alone Hydra takes plugins from
+    (tmp_path / "hydra_plugins" / "scripted.py").write_text(SCRIPTED)
+    names = [f"seed={seed}" for seed in range(5)]
+    made = PlantedSweep(synthetic.store(tmp_path), names, ["seed"], name="seeds")
+    runs = []
+    for name, status in zip(names, ["FINISHED", "FAILED", "KILLED"], strict=False):
+        runs.append(made.job(name, {"train/loss": [2, 1]}, status=status))
+    made.end("FAILED")
+    # One that was killed goes on in its run; one that has failed is run anew.
+    for number, run_id in enumerate(runs):
+        (tmp_path / str(number)).mkdir()
+        writer = journal_file.create(tmp_path / str(number) / JOURNAL_NAME)
+        tags = {"journal": run_id}
+        start = {"format": 1, "store": made.store.uri, "tags": tags}
+        writer.write({"start": start})
+        writer.write({"run": {"run_id": run_id, "experiment_id": made.experiment_id}})
+        writer.close()
+
+    launcher = "hydra.launcher._target_=hydra_plugins.scripted.Scripted"
+    command = ("sweep", "seeds", "--again", made.run_id, launcher)
+    done = pipeline(*command, cwd=tmp_path, status=1)
+    assert re.findall(r"^  (seed=\d): (.+)", done.stderr, re.MULTILINE) == [
+        ("seed=1", "started"),
+        ("seed=2", "started"),
+        ("seed=1", "failed after 0 s"),
+        ("seed=2", "killed by SIGKILL after 0 s"),
+        ("seed=3", "started"),
+        ("seed=3", "failed after 0 s"),
+        ("seed=4", "started"),
+        ("seed=4", "finished after 0 s"),
+    ]
+    assert "4 of 5 jobs to run" in done.stderr
+    resumed = []
+    for line in done.stdout.splitlines():
+        if "'training.resume=auto'" in line:
+            resumed.append(line)
+    (line,) = resumed
+    assert "'seed=2'" in line
+    assert f"hydra.sweep.dir='{tmp_path}/2'" in line
+    assert made.client.get_run(made.run_id).info.status == "FAILED"
+
+
 # Whether it still runs
 
 
@@ -285,16 +371,24 @@ def left(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(
-    "which", [pytest.param("parent", marks=pytest.mark.slow), "job"]
-)
-def test_a_sweep_that_still_runs_is_left_alone(tmp_path, left, which):
+@pytest.mark.parametrize("which", ["parent", "job"])
+def test_a_sweep_that_still_runs_is_left_alone(left, which):
     now = time.time()
-    long_ago = now - 10 * SILENCE_LIMIT
-    if which == "parent":
-        made, run = left(parent=now, job=long_ago)
-    else:
-        made, run = left(parent=long_ago, job=now)
+    alive = {"parent": now - 10 * SILENCE_LIMIT, "job": now - 10 * SILENCE_LIMIT}
+    alive[which] = now
+    made, run = left(**alive)
+    parent = made.client.get_run(made.run_id)
+    with pytest.raises(ConfigError, match=r"^SWEEP must have ended"):
+        opening.close_dead_jobs(
+            made.client, parent, {"seed=1": made.client.get_run(run)}
+        )
+    assert made.client.get_run(run).info.status == "RUNNING"
+
+
+@pytest.mark.slow
+def test_the_command_leaves_a_sweep_that_still_runs_alone(tmp_path, left):
+    now = time.time()
+    made, run = left(parent=now - 10 * SILENCE_LIMIT, job=now)
     done = pipeline("sweep", "seeds", "--again", made.run_id, cwd=tmp_path, status=2)
     assert "SWEEP must have ended" in done.stderr
     assert len(done.stderr.splitlines()) == 1
