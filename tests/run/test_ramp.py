@@ -16,14 +16,12 @@ import pytest
 from omegaconf import OmegaConf
 
 from pipeline.checkpoints import files, snapshot
-from pipeline.components import assembly
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
 from pipeline.config.stages import Slice
 from pipeline.dataset import batches as batching
 from pipeline.dataset import load
 from tests.checkpoints.test_kills import left_in
 from tests.parameters import mostly_slow
+from tests.run.fitted import fit, parts_of
 from tests.running import Store, pipeline, start
 from tests.shared import place_store
 
@@ -108,62 +106,70 @@ def test_the_rows_are_right_at_each_boundary(ramp):
     assert run.data.params["derived.factor"] == "4"
 
 
-def test_each_update_is_that_of_plain_keras(ramp):
+def test_each_update_is_that_of_plain_keras(tmp_path, float64):
     """Keras trains by `train_on_batch` on the whole batches.
 
     A run on the same examples whose batches end elsewhere is another run.
     """
-    folder, _ = ramp
-    rows = Store(folder).histories(Store(folder).run(), "train/")
-    recorded_losses = list(rows["train/loss"].values())
-    losses, weights = by_keras(SIZES, rows["train/learning_rate"])
+    run = fit(tmp_path, *RUN, RAMP)
+    recorded_losses = run.curve("loss")
+    rates = run.curve("learning_rate")
+    losses, weights = by_keras(run.parts, run.first_weights, SIZES, rates)
     assert recorded_losses == pytest.approx(losses, rel=EXACT)
-    last = weights_in(folder / "run", 47)
-    assert [array.shape for array in last] == [array.shape for array in weights]
-    for ours, of_keras in zip(last, weights, strict=True):
-        np.testing.assert_allclose(ours, of_keras, rtol=EXACT, atol=EXACT)
+    assert_close(run.parts.model.get_weights(), weights)
 
     # The 16th and the 17th update are of 32 and 100 examples.
     other_sizes = [*SIZES[:15], 16, 116, *SIZES[17:]]
-    losses, _ = by_keras(other_sizes, rows["train/learning_rate"])
+    losses, _ = by_keras(run.parts, run.first_weights, other_sizes, rates)
     assert losses[:15] == pytest.approx(recorded_losses[:15], rel=EXACT)
     assert losses[-1] != pytest.approx(recorded_losses[-1], rel=1e6 * EXACT)
 
 
-def by_keras(sizes, rates):
-    """Return the losses and the last weights of `train_on_batch`, in float64.
+@pytest.mark.slow
+def test_a_run_and_its_last_checkpoint_are_those_of_plain_keras(ramp, float64):
+    folder, _ = ramp
+    rows = Store(folder).histories(Store(folder).run(), "train/")
+    parts = parts_of(*RUN, RAMP)
+    rates = list(rows["train/learning_rate"].values())
+    losses, weights = by_keras(parts, parts.model.get_weights(), SIZES, rates)
+    assert list(rows["train/loss"].values()) == pytest.approx(losses, rel=EXACT)
+    assert_close(weights_in(folder / "run", 47), weights)
+
+
+def assert_close(weights, expected):
+    assert [array.shape for array in weights] == [array.shape for array in expected]
+    for ours, of_keras in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(ours, of_keras, rtol=EXACT, atol=EXACT)
+
+
+def by_keras(parts, first_weights, sizes, rates):
+    """Return the losses and the last weights of `train_on_batch`.
 
     The examples are in the order of a run.
     """
-    keras.config.set_floatx("float64")
-    try:
-        overrides = [*RUN, RAMP]
-        parts = assembly.assemble(resolve(composed(overrides), overrides))
-        node = OmegaConf.create({"in_memory": True})
-        epochs = batching.effective_batches(
-            node, load.load(parts.spec.dataset), seed=0, slices=[Slice(1437, 3)]
-        )
-        columns = zip(*epochs.as_numpy_iterator(), strict=True)
-        x, y = (np.concatenate(column) for column in columns)
-        model = keras.models.clone_model(parts.model)
-        model.set_weights(parts.model.get_weights())
-        model.compile(
-            keras.optimizers.SGD(1.0, momentum=0.9),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-        losses = []
-        first = 0
-        for update, size in enumerate(sizes, 1):
-            model.optimizer.learning_rate = rates[update]
-            model.reset_metrics()
-            end = first + size
-            results = model.train_on_batch(x[first:end], y[first:end])
-            losses.append(np.ravel(results)[0])
-            first = end
-        return losses, model.get_weights()
-    finally:
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy("float32")
+    node = OmegaConf.create({"in_memory": True})
+    epochs = batching.effective_batches(
+        node, load.load(parts.spec.dataset), seed=0, slices=[Slice(1437, 3)]
+    )
+    columns = zip(*epochs.as_numpy_iterator(), strict=True)
+    x, y = (np.concatenate(column) for column in columns)
+    model = keras.models.clone_model(parts.model)
+    model.set_weights(first_weights)
+    model.compile(
+        keras.optimizers.SGD(1.0, momentum=0.9),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        run_eagerly=True,  # without a trace for each size
+    )
+    losses = []
+    first = 0
+    for size, rate in zip(sizes, rates, strict=True):
+        model.optimizer.learning_rate = rate
+        model.reset_metrics()
+        end = first + size
+        results = model.train_on_batch(x[first:end], y[first:end])
+        losses.append(np.ravel(results)[0])
+        first = end
+    return losses, model.get_weights()
 
 
 def weights_in(run_dir: Path, update: int) -> list[np.ndarray]:
