@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from pipeline.checkpoints import files, snapshot
-from pipeline.components import assembly
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
 from tests.checkpoints.test_fork import histories as histories_of
 from tests.checkpoints.test_resume_rules import folder_of, interrupted
+from tests.run.fitted import fit, parts_of
 from tests.running import Store, pipeline
 
 UPDATES = 26  # the examples of two epochs, and two updates
@@ -48,6 +46,13 @@ STEPS = {
 }
 
 
+@pytest.fixture
+def undisturbed(tmp_path, float64):
+    """The run in this process; its callback interrupts commands alone."""
+    config = [text for text in RUN if not text.startswith("+training.callbacks")]
+    return fit(tmp_path, *config)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = folder_of(tmp_path_factory.mktemp("sets"))
@@ -58,6 +63,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_each_set_has_its_rows_once_whatever_happens_to_the_run(folder):
     store = Store(folder)
     run = store.run()
@@ -87,37 +93,63 @@ def test_each_set_has_its_rows_once_whatever_happens_to_the_run(folder):
     assert record["examples"]["validations.late"] == 90
 
 
-def test_values_are_those_of_keras_on_the_same_examples(folder, float64):
+def test_values_are_those_of_keras_on_the_same_examples(undisturbed):
+    rows = undisturbed.rows.validations
+    steps = set().union(*STEPS.values())
+    assert [update for update, _ in rows] == sorted(steps)
+    for update, row in rows:
+        expected = {"examples_seen"}
+        for prefix, steps_of_set in STEPS.items():
+            if update in steps_of_set:
+                expected |= {f"{prefix}loss", f"{prefix}accuracy"}
+        assert set(row) | {"examples_seen"} == expected, update
+
+    last_weights = undisturbed.parts.model.get_weights()
+    for (_, row), weights in (
+        (rows[0], undisturbed.first_weights),
+        (rows[-1], last_weights),
+    ):
+        check_values(undisturbed.parts, weights, row)
+
+
+@pytest.mark.slow
+def test_values_of_a_run_are_those_of_keras_on_the_same_examples(folder, float64):
     store = Store(folder)
     rows = store.histories(store.run(), "val/")
+    parts = parts_of("hardware.precision=float64", *MODEL, SETS)
+    first = parts.model.get_weights()
+    for step, weights in ((0, first), (UPDATES, weights_at(folder, UPDATES))):
+        row = {}
+        for key, points in rows.items():
+            if step in points:
+                row[key.removeprefix("val/")] = points[step]
+        check_values(parts, weights, row)
+
+
+def check_values(parts, weights, row):
+    """Check a row with all sets against `evaluate` of Keras, with some weights."""
     splits = {
         "": "validation",
         "late/": "validations.late",
         "other/": "validations.other",
     }
-    overrides = ["hardware.precision=float64", *MODEL, SETS]
-    parts = assembly.assemble(resolve(composed(overrides), overrides))
     model = keras.models.clone_model(parts.model)
-    model.set_weights(parts.model.get_weights())
+    model.set_weights(weights)
     model.compile(
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
+        run_eagerly=True,
     )
-    for step in (0, UPDATES):
-        if step:
-            model.set_weights(weights_at(folder, step))
-        results = {}
-        for prefix, split in splits.items():
-            examples = parts.data.splits[split].batch(1000)
-            results[prefix] = model.evaluate(examples, verbose=0, return_dict=True)
-            for name, value in results[prefix].items():
-                logged = rows[f"val/{prefix}{name}"][step]
-                assert logged == pytest.approx(value, rel=EXACT)
-        # Each set has examples of its own, so that none has the values of another.
-        losses = [result["loss"] for result in results.values()]
-        assert np.abs(
-            np.subtract.outer(losses, losses)[~np.eye(3, dtype=bool)]
-        ).min() > (1e9 * EXACT)
+    losses = []
+    for prefix, split in splits.items():
+        examples = parts.data.splits[split].batch(1000)
+        results = model.evaluate(examples, verbose=0, return_dict=True)
+        losses.append(results["loss"])
+        for name, value in results.items():
+            assert row[f"{prefix}{name}"] == pytest.approx(value, rel=EXACT)
+    # Each set has examples of its own, so that none has the values of another.
+    differences = np.subtract.outer(losses, losses)[~np.eye(3, dtype=bool)]
+    assert np.abs(differences).min() > 1e9 * EXACT
 
 
 def weights_at(folder, update):
