@@ -163,7 +163,7 @@ def test_the_faster_way_is_chosen(briefly, layer, compiles):
     assert choice.why.endswith(f" ms {other}")
 
 
-def test_a_way_that_fails_is_not_used():
+def test_a_way_that_fails_is_not_used(briefly):
     """XLA cannot call Python."""
     choice = xla_choice.timed(with_layer_parts("python"))
     assert not choice.compiles
@@ -250,10 +250,14 @@ def test_it_runs_out_of_memory_one_way_and_is_not_asked_again():
 FASTEST = "hardware.xla=fastest"
 
 
+@pytest.fixture(scope="module")
+def spec():
+    return resolve(compose.composed([FASTEST]), [FASTEST])
+
+
 @pytest.mark.parametrize("recorded", [True, False, "auto", None])
-def test_a_resumed_run_keeps_the_recorded_answer(recorded):
+def test_a_resumed_run_keeps_the_recorded_answer(spec, recorded):
     """A record without the key is older: nothing was compiled."""
-    spec = resolve(compose.composed([FASTEST]), [FASTEST])
     before = deepcopy(dict(spec.recorded))
     before["hardware"]["xla"] = recorded
     if recorded is None:
