@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import re
 import shlex
+from types import SimpleNamespace
 
 import pytest
 
+from pipeline.common.errors import RunError
+from pipeline.sweep.ending import Ending, JobEndings, Outcome
+from pipeline.sweep.job_batch import JobBatch, Slot
 from tests.running import TINY, Store, pipeline
 from tests.sweep.test_sweep import parent_and_children
 
@@ -25,6 +29,51 @@ def changes(printed: str) -> list[tuple[str, str]]:
     return re.findall(r"^  (\S+): (started|\w+) ?", printed, re.MULTILINE)
 
 
+class Scripted:
+    """Starts nothing: each job ends at once, as its task says."""
+
+    interval = 0.0
+
+    def job(self, task, gpus):
+        return SimpleNamespace(start=lambda: None, poll=lambda: task)
+
+    def poll(self):
+        pass
+
+
+FINISHED = Ending(Outcome.FINISHED, 1.0)
+REJECTED = Ending(Outcome.REJECTED, reason=f"{RULE}. Received: 'clases'.")
+
+
+def run_batch(endings: list[Ending], stop_if_first_is_rejected: bool = True) -> None:
+    tasks = {f"seed={seed}": ending for seed, ending in enumerate(endings)}
+    batch = JobBatch(
+        Scripted(), [Slot([])], JobEndings(), stop_if_first_is_rejected, patience=0
+    )
+    batch.run(tasks)
+
+
+def test_the_first_job_that_is_rejected_ends_the_batch(capsys):
+    with pytest.raises(RunError) as error:
+        run_batch([REJECTED, FINISHED, FINISHED])
+    said = str(error.value)
+    assert said == f"{REJECTED.reason} {ENDED.format('seed=0')}"
+    printed = capsys.readouterr().err
+    assert changes(printed) == [("seed=0", "started"), ("seed=0", "rejected")]
+
+
+@pytest.mark.parametrize(
+    ("endings", "stops"),
+    [([FINISHED, REJECTED, FINISHED], True), ([REJECTED, FINISHED], False)],
+    ids=["later", "when the sweep goes on"],
+)
+def test_any_other_job_that_is_rejected_is_lost_alone(capsys, endings, stops):
+    run_batch(endings, stops)
+    ends = [how for _, how in changes(capsys.readouterr().err) if how != "started"]
+    assert ends == [ending.outcome.value for ending in endings]
+
+
+@pytest.mark.slow
 def test_the_first_job_that_is_rejected_ends_the_sweep(tmp_path):
     call = ("train", "-m", *TINY, *WRONG_FOR_ALL, "hydra/launcher=basic")
     printed = pipeline(*call, cwd=tmp_path, status=1).stderr
