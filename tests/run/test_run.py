@@ -31,7 +31,7 @@ UPDATES = EPOCHS * 12
 @pytest.fixture(scope="module")
 def main_job(tmp_path_factory):
     folder = tmp_path_factory.mktemp("main")
-    done = pipeline("train", "hydra.run.dir=run", cwd=folder)
+    done = pipeline("train", "model.filters=[32,64]", "hydra.run.dir=run", cwd=folder)
     return done, Store(folder)
 
 
@@ -160,9 +160,9 @@ def test_params_tags_inputs_and_artifacts(main_job):
         "derived.replicas": "1",
         "derived.updates": "120",
     }
-    # Two 3×3 convolutions, a dense layer over 2×2×128, the logits; each with biases.
-    convolutions = (9 * 64 + 64) + (9 * 64 * 128 + 128)
-    dense = 512 * 128 + 128
+    # Two 3×3 convolutions, a dense layer over 2×2×64, the logits; each with biases.
+    convolutions = (9 * 32 + 32) + (9 * 32 * 64 + 64)
+    dense = 256 * 128 + 128
     logits = 128 * 10 + 10
     assert int(parameters) == convolutions + dense + logits
     assert run.data.tags["model.batch_dependent_layers"] == "none"
