@@ -18,6 +18,7 @@ from pipeline.sweep import local
 from pipeline.sweep.ending import INTERRUPTED, Ending, JobEndings, Outcome
 from pipeline.sweep.job_batch import JobBatch, Slot, StartedJob
 from tests import jobs
+from tests.run.fitted import fit
 from tests.running import TINY, Store, environment, pipeline, wait
 
 ON_LINUX = pytest.mark.skipif(
@@ -57,15 +58,20 @@ class Noting(keras.callbacks.Callback):
 # What a job is
 
 
-def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path):
+def test_a_forked_job_trains_to_the_bits_of_a_run_by_hand(tmp_path, precision):
+    """The run by hand trains in this process."""
+    run = (*TINY, "training.epochs=null", "training.updates=3", "seed=1")
+    pipeline("train", "-m", *run, "hydra.sweep.dir=jobs", cwd=tmp_path)
     store = Store(tmp_path)
-    run = ("train", *TINY, "training.epochs=null", "training.updates=3", "seed=1")
-    pipeline(*run, "tracking.experiment=hand", cwd=tmp_path)
-    as_job = ("-m", "hydra.sweep.dir=jobs")
-    pipeline(*run, "tracking.experiment=forked", *as_job, cwd=tmp_path)
-    by_hand = store.histories(store.trained("hand")[0], "train/", "val/")
-    forked = store.histories(store.trained("forked")[0], "train/", "val/")
-    assert forked == by_hand
+    (job,) = store.trained()
+    forked = store.histories(job)
+    by_hand = fit(tmp_path, *run).rows
+    for kind, rows in (("train", by_hand.updates), ("val", by_hand.validations)):
+        for update, row in rows:
+            for name, value in row.items():
+                assert forked[f"{kind}/{name}"][update] == value, (update, name)
+    assert [update for update, _ in by_hand.updates] == [1, 2, 3]
+    assert [update for update, _ in by_hand.validations] == [3]
 
 
 @pytest.fixture(scope="module")
