@@ -6,7 +6,7 @@ All is read in the sources; nothing is imported.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -63,17 +63,28 @@ def imports(root: Path) -> dict[str, set[str]]:
 
     What only a type checker reads is left out.
     """
-    known = modules(root)
+    files = modules(root)
+    known = frozenset(files)
     imports_by_module = {}
-    for name, file in known.items():
-        imports_by_module[name] = set(_imported(name, file, known)) - {name}
+    for name, file in files.items():
+        package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+        source = file.read_text(encoding="utf-8")
+        imports_by_module[name] = _imported(source, package, known) - {name}
     return imports_by_module
 
 
-def _imported(name: str, file: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Yield the modules of `known` that the module `name` imports, or names in text."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+@cache
+def _imported(source: str, package: str, known: frozenset[str]) -> frozenset[str]:
+    """Return the modules of `known` that a source in `package` imports or names.
+
+    A copy of the sources differs in one file, and only that file is read again.
+    """
+    return frozenset(_each_imported(ast.parse(source), package, known))
+
+
+def _each_imported(
+    tree: ast.AST, package: str, known: frozenset[str]
+) -> Iterator[str]:
     for_types = _nodes_for_types(tree)
     for node in ast.walk(tree):
         if node in for_types:
@@ -116,7 +127,7 @@ def _imported_names(node: ast.AST, package: str) -> list[str]:
     return [f"{base}.{alias.name}" for alias in node.names]
 
 
-def known_part(dotted: str, known: dict[str, Path]) -> str:
+def known_part(dotted: str, known: Collection[str]) -> str:
     """Return the longest start of a dotted name that is a module; empty if none is."""
     while dotted and dotted not in known:
         dotted = dotted.rpartition(".")[0]
@@ -190,6 +201,11 @@ def public_modules(package: str) -> list[str]:
         # What this project's packages use and users do not call.
         names.append("internals")
     return names
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> None:
+    """Keep the tests in one worker, which reads each source once (conftest.py)."""
 
 
 def test_every_module_lies_in_a_package() -> None:

@@ -37,11 +37,18 @@ def sources(*folders):
     return texts
 
 
-def test_no_rule_is_broken():
+@pytest.mark.parametrize(
+    "folders",
+    [
+        ["pipeline", "hydra_plugins"],
+        pytest.param(["tests"], marks=pytest.mark.slow),
+        pytest.param(["benchmarks", "docs", "examples"], marks=pytest.mark.slow),
+    ],
+    ids=["package", "tests", "others"],
+)
+def test_no_rule_is_broken(folders):
     broken = []
-    for path, source in sources(
-        "pipeline", "hydra_plugins", "tests", "benchmarks", "docs", "examples"
-    ).items():
+    for path, source in sources(*folders).items():
         broken += violations(path, source)
     assert [str(violation) for violation in broken] == []
 
@@ -50,7 +57,7 @@ def test_no_rule_is_broken():
     ("folders", "limits"),
     [
         (["pipeline", "hydra_plugins"], LIMITS_OF_THE_PACKAGE),
-        (["tests"], LIMITS_OF_TESTS),
+        pytest.param(["tests"], LIMITS_OF_TESTS, marks=pytest.mark.slow),
         (["benchmarks"], LIMITS_OF_TESTS),
     ],
     ids=["package", "tests", "benchmarks"],
