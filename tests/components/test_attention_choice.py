@@ -19,10 +19,9 @@ from pipeline.common import nvidia
 from pipeline.common.errors import ConfigError
 from pipeline.components import attention
 from pipeline.components.devices import Devices
-from pipeline.config import compose
-from pipeline.config.resolve import resolve
 from pipeline.tracking.journal_file import Past
 from pipeline.tracking.journal_lines import RunStart
+from tests import composing
 from tests.accumulation.replicas import strategy_on
 
 KEY = "hardware.fused_attention"
@@ -44,7 +43,7 @@ def gpu(monkeypatch):
 
 
 def spec_of(*overrides):
-    return resolve(compose.composed(list(overrides)), list(overrides))
+    return composing.spec_of(overrides)
 
 
 def network(dropout=0.0):
@@ -78,7 +77,7 @@ def test_it_is_used_and_said_where_all_conditions_hold(gpu, precision):
     ("capability", "override"),
     [
         ((8, 0), "hardware.xla=true"),
-        ((10, 0), "hardware.xla=true"),
+        pytest.param((10, 0), "hardware.xla=true", marks=pytest.mark.slow),
         ((9, 0), "hardware.xla=false"),
         ((9, 0), "hardware.deterministic=true"),
     ],
@@ -150,7 +149,7 @@ def test_true_is_rejected_without_a_hopper_gpu(gpu):
     ("recorded", "now", "value", "changes"),
     [
         (True, "auto", True, []),
-        (False, "auto", False, []),
+        pytest.param(False, "auto", False, [], marks=pytest.mark.slow),
         (None, "auto", False, []),
         (True, "false", False, [f"{KEY} False (was True)"]),
         (None, "true", True, [f"{KEY} True (was False)"]),

@@ -15,12 +15,11 @@ from pipeline.accumulation import Update
 from pipeline.checkpoints import resume_rules
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
 from pipeline.tracking.journal_file import Past, RunStart
 from tests.accumulation.matrix import deviation
 from tests.accumulation.replicas import strategy_on
+from tests.composing import spec_of
 
 EXAMPLES = 12
 MICRO_BATCH = 5  # does not divide the batch
@@ -51,7 +50,7 @@ def loss():
 
 def built(*overrides):
     """Return a model, and its optimizer from a config, both built."""
-    spec = resolve(composed([*overrides, "schedule=constant"]))
+    spec = spec_of([*overrides, "schedule=constant"])
     spec = replace(spec, batching=derive(128, 1, None))
     model = new_model()
     made, _ = optimizer.build(spec, UPDATES)
@@ -193,7 +192,7 @@ def test_a_pattern_is_searched_in_the_whole_path():
 
 
 def test_a_run_of_before_the_key_resumes():
-    spec = resolve(composed([]))
+    spec = spec_of([])
     recorded = spec.recorded
     del recorded["optimizer"]["exclude_from_decay"]
     start = RunStart(
@@ -205,7 +204,7 @@ def test_a_run_of_before_the_key_resumes():
     assert resume_rules.changes(recorded, resumed, past) == []
 
     # The control: variables that did decay may not stop to in the middle of a run.
-    other = resolve(composed([BIAS_AND_NORM]))
+    other = spec_of([BIAS_AND_NORM])
     other = resume_rules._with_recorded_choices(other, recorded, past)
     with pytest.raises(ConfigError, match="must be that of the run, None"):
         resume_rules.changes(recorded, other, past)

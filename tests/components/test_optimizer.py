@@ -12,16 +12,13 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
-from pipeline.config.compose import composed, directory
+from pipeline.config.compose import directory
 from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
+from tests.composing import config_of
 from tests.parameters import mostly_slow
 
 HORIZON = 200
-
-
-def compose(*overrides):
-    return composed(overrides)
 
 
 def build(config, effective_batch_size):
@@ -33,7 +30,7 @@ def build(config, effective_batch_size):
 
 def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():
     with tf.device("CPU:1"):
-        made = build(compose(), 128)
+        made = build(config_of(), 128)
         made.build([keras.Variable(np.ones(2))])
     moments = [variable for variable in made.variables if variable.shape == (2,)]
     assert made.iterations.value.device.endswith("CPU:0")
@@ -41,7 +38,7 @@ def test_the_counter_is_on_the_host_and_the_moments_are_with_the_weights():
 
 
 def rates(*overrides):
-    schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
+    schedule = optimizer.build_schedule(config_of(*overrides).schedule, HORIZON)
     return [float(schedule(update)) for update in range(HORIZON + 1)]
 
 
@@ -60,7 +57,7 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", mostly_slow(READY, ["adamw"]))
 def test_every_ready_optimizer_builds(name):
-    config = compose(
+    config = config_of(
         f"optimizer={name}", "schedule=constant", "optimizer.global_clipnorm=0.5"
     )
     made = build(config, 128)
@@ -75,10 +72,12 @@ def test_every_ready_optimizer_builds(name):
 def test_muon_takes_the_rate_of_any_schedule_in_float64(float64):
     """Keras computes the rate in float32, and Muon alone does not cast it."""
     weights = keras.Variable(np.ones((3, 2)), dtype="float64")
-    made = build(compose("optimizer=muon", "schedule=cosine"), 128)
+    made = build(config_of("optimizer=muon", "schedule=cosine"), 128)
     made.build([weights])
     optimizer.check(made, [weights])
-    in_float32 = optimizer.build_schedule(compose("schedule=cosine").schedule, HORIZON)
+    in_float32 = optimizer.build_schedule(
+        config_of("schedule=cosine").schedule, HORIZON
+    )
     assert float(made.learning_rate) == float(in_float32(0))
 
     again = keras.optimizers.schedules.deserialize(
@@ -100,7 +99,7 @@ def test_adafactor_survives_inputs_and_units_that_are_always_zero():
 
     def stepped(*overrides):
         weights = keras.Variable(np.ones((4, 4)), dtype="float32")
-        made = build(compose("optimizer=adafactor", *overrides), 128)
+        made = build(config_of("optimizer=adafactor", *overrides), 128)
         made.build([weights])
         made.apply([tf.constant(gradient)], [weights])
         return weights.numpy()
@@ -110,7 +109,7 @@ def test_adafactor_survives_inputs_and_units_that_are_always_zero():
 
 
 def test_half_precision_gets_a_loss_scale():
-    made = build(compose("hardware.precision=mixed_float16", "optimizer=adamw"), 128)
+    made = build(config_of("hardware.precision=mixed_float16", "optimizer=adamw"), 128)
     assert type(made) is keras.optimizers.LossScaleOptimizer
     assert type(made.inner_optimizer) is keras.optimizers.AdamW
 
@@ -137,12 +136,10 @@ def test_lengths_are_shares_of_the_horizon(name):
 SCHEDULES = sorted(path.stem for path in Path(directory(), "schedule").glob("*.yaml"))
 
 
-@pytest.mark.parametrize(
-    "schedule", mostly_slow(SCHEDULES, ["constant", "exponential"])
-)
+@pytest.mark.parametrize("schedule", mostly_slow(SCHEDULES, ["constant"]))
 def test_a_whole_number_is_a_learning_rate_as_the_float_is(schedule):
     def rates_of(rate):
-        config = compose(
+        config = config_of(
             "optimizer=momentum",
             f"optimizer.learning_rate={rate}",
             f"schedule={schedule}",
@@ -159,7 +156,7 @@ def test_a_whole_number_is_a_learning_rate_as_the_float_is(schedule):
 
 
 def test_a_whole_number_is_a_momentum():
-    made = build(compose("optimizer=momentum", "optimizer.momentum=0"), 128)
+    made = build(config_of("optimizer=momentum", "optimizer.momentum=0"), 128)
     assert made.momentum == 0.0
 
 
@@ -196,8 +193,8 @@ def wsd(done, warmup, decay, total):
 @pytest.mark.parametrize(
     ("warmup", "decay", "total"),
     [
-        (7, 30, 200),
-        (0, 1, 200),  # stable to the end
+        pytest.param(7, 30, 200, marks=pytest.mark.slow),
+        pytest.param(0, 1, 200, marks=pytest.mark.slow),  # stable to the end
         (30, 190, 200),  # no stable phase: the lower line counts
         (7, 30, 150),  # the horizon is beyond the decay
     ],
@@ -215,7 +212,7 @@ def test_warmup_stable_decay_is_its_formula(float64, warmup, decay, total):
         expected.append(wsd(done, warmup, decay, total))
     assert rates(*overrides) == pytest.approx(expected, rel=1e-14, abs=1e-15)
 
-    schedule = optimizer.build_schedule(compose(*overrides).schedule, HORIZON)
+    schedule = optimizer.build_schedule(config_of(*overrides).schedule, HORIZON)
     again = keras.optimizers.schedules.deserialize(
         keras.optimizers.schedules.serialize(schedule)
     )
@@ -224,9 +221,9 @@ def test_warmup_stable_decay_is_its_formula(float64, warmup, decay, total):
     ]
 
 
-@pytest.mark.parametrize("updates", [1, 2, 3])
+@pytest.mark.parametrize("updates", mostly_slow([1, 2, 3], [2]))
 def test_no_update_of_a_short_run_is_lost_by_warmup_stable_decay(updates):
-    schedule = optimizer.build_schedule(compose("schedule=wsd").schedule, updates)
+    schedule = optimizer.build_schedule(config_of("schedule=wsd").schedule, updates)
     assert all(float(schedule(done)) > 0 for done in range(updates))
 
 
@@ -249,7 +246,7 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
     exponent: its 1.5 units move rate = r₀·dˣ by 1.5·|ln dˣ| = 1.5·|ln(rate / r₀)|
     units, and the power and the product round once each.
     """
-    config = compose(*overrides, "optimizer.learning_rate=0.007")
+    config = config_of(*overrides, "optimizer.learning_rate=0.007")
     made = build(config, 96)
     traced = tf.function(lambda: tf.convert_to_tensor(made.learning_rate))
     for update in range(HORIZON):
@@ -265,7 +262,7 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
 @pytest.mark.parametrize(
     ("rule", "batch", "first", "middle", "last"),
     [
-        ("none", 512, 1, 1, 1),
+        pytest.param("none", 512, 1, 1, 1, marks=pytest.mark.slow),
         (
             "linear",
             512,
@@ -275,8 +272,8 @@ def test_a_traced_update_uses_the_rate_that_a_reader_computes(overrides):
         ),  # from the rate of the reference batch to four times that
         ("sqrt", 512, 1 + 1 / 10, 1 + 5 / 10, 2),
         ("linear", 32, 1 / 4, 1 / 4, 1 / 4),  # no detour over the larger rate
-        ("sqrt", 32, 1 / 2, 1 / 2, 1 / 2),
-        ("linear", 128, 1, 1, 1),
+        pytest.param("sqrt", 32, 1 / 2, 1 / 2, 1 / 2, marks=pytest.mark.slow),
+        pytest.param("linear", 128, 1, 1, 1, marks=pytest.mark.slow),
     ],
 )
 def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
@@ -284,7 +281,7 @@ def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
 
     The rate is a tenth of the way after the first update, half of it after five.
     """
-    config = compose(
+    config = config_of(
         f"scaling={rule}", "schedule=constant", "optimizer.learning_rate=1.0"
     )
     schedule = build(config, batch)._learning_rate
@@ -305,7 +302,7 @@ def test_the_rate_is_scaled_for_the_batch(rule, batch, first, middle, last):
 )
 def test_a_share_is_at_least_one_update(share, updates):
     schedule = optimizer.build_schedule(
-        compose("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200
+        config_of("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200
     )
     assert schedule.decay_steps == updates
 
@@ -359,5 +356,5 @@ def test_a_share_is_at_least_one_update(share, updates):
 )
 def test_what_is_no_optimizer_or_schedule_is_rejected(overrides, message):
     with pytest.raises(ConfigError) as error:
-        build(compose(*overrides), 128)
+        build(config_of(*overrides), 128)
     assert message in str(error.value)

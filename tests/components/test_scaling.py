@@ -11,9 +11,8 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
+from tests.composing import spec_of
 
 HORIZON = 200
 ADAMW = (
@@ -24,7 +23,7 @@ ADAMW = (
 
 
 def build(batch, *overrides):
-    spec = resolve(composed(overrides))
+    spec = spec_of(overrides)
     return optimizer.build(replace(spec, batching=derive(batch, 1, None)), HORIZON)
 
 

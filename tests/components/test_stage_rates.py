@@ -20,7 +20,8 @@ from pipeline.components.stage_rates import StageRates
 from pipeline.config import sizes
 from pipeline.config.plan import Plan, plan_of
 from pipeline.config.stages import ScheduledStage, parse_schedule
-from tests.config.test_stages import RAMP, resolved
+from tests.composing import spec_of
+from tests.config.test_stages import RAMP
 
 EXAMPLES = 1000
 ADAM = (
@@ -45,7 +46,7 @@ class Built:
 
 
 def built(*overrides: str) -> Built:
-    spec = resolved(overrides)
+    spec = spec_of(overrides)
     batch_schedule = parse_schedule(spec.config.accumulation.batch_schedule)
     plan = plan_of(spec.batching, EXAMPLES, spec.horizon, batch_schedule)
 

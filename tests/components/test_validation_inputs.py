@@ -8,9 +8,8 @@ import tensorflow as tf
 
 from pipeline.common.errors import ConfigError
 from pipeline.components import assembly
-from pipeline.config.compose import composed
-from pipeline.config.resolve import resolve
 from pipeline.dataset import Data
+from tests.composing import spec_of
 
 LATE = "dataset.validations={late: 'validation[50%:]'}"
 
@@ -25,7 +24,7 @@ def pictures(side, splits=1):
 
 def assembled(*overrides):
     overrides = ["model=mlp", "model.hidden=[4]", "training.updates=1", *overrides]
-    return assembly.assemble(resolve(composed(overrides), overrides))
+    return assembly.assemble(spec_of(overrides))
 
 
 def test_a_set_whose_inputs_the_model_does_not_take_is_refused_before_training():

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import random
-from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
 from itertools import pairwise
 from math import ceil
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import OmegaConf
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import sizes, stages
@@ -20,6 +16,7 @@ from pipeline.config.compose import composed
 from pipeline.config.plan import Plan, plan_of
 from pipeline.config.resolve import from_text, resolve
 from pipeline.config.stages import ScheduledStage
+from tests.composing import spec_of
 
 RAMP = (
     "accumulation.batch_schedule=["
@@ -27,26 +24,6 @@ RAMP = (
     "{start:{updates:400},effective_batch_size:100},"
     "{start:{epochs:12},effective_batch_size:256}]"
 )
-
-
-@cache
-def with_groups(*groups):
-    return composed(list(groups))
-
-
-def resolved(overrides):
-    """The spec of these overrides, on a config that is composed once.
-
-    To compose it takes most of the time.
-    """
-    groups = [text for text in overrides if "." not in text.split("=")[0]]
-    config = deepcopy(with_groups(*groups))
-    for override in OverridesParser.create().parse_overrides(list(overrides)):
-        key = override.key_or_group
-        if "." in key:
-            value = override.value()
-            OmegaConf.update(config, key, value, merge=False, force_add=True)
-    return resolve(config, overrides)
 
 
 @dataclass
@@ -255,13 +232,13 @@ def test_a_command_line_gives_the_first_stage_and_its_factor():
         "accumulation.micro_batch_size=64",
         "accumulation.effective_batch_size=32",
     ]
-    spec = resolved(overrides)
+    spec = spec_of(overrides)
     assert spec.batching == sizes.Batching(32, 64, 1)
     assert spec.largest.factor == 4
 
 
 def test_the_micro_batch_is_searched_for_the_largest_stage():
-    spec = resolved([RAMP, "accumulation.micro_batch_size=auto"])
+    spec = spec_of([RAMP, "accumulation.micro_batch_size=auto"])
     tried = from_text(spec.at_largest().to_text())
     assert tried.batching.effective_batch_size == 256
     assert tried.config.accumulation.batch_schedule is None
@@ -376,7 +353,7 @@ def test_the_micro_batch_is_searched_for_the_largest_stage():
 )
 def test_what_cannot_be_is_refused_in_one_line(overrides, message):
     with pytest.raises(ConfigError) as refused:
-        resolved(overrides)
+        spec_of(overrides)
     assert str(refused.value).startswith(message)
     assert "\n" not in str(refused.value)
 
