@@ -15,13 +15,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from docs import reference
 from pipeline import accumulation
@@ -34,6 +35,7 @@ from pipeline.rerun.request import parse_command_line
 from pipeline.sweep.files import sweep_files
 from pipeline.tracking.foreign_store import MULTIRUN
 from tests.docs.pages import TUTORIAL, Block, command_lines, read_blocks, read_pages
+from tests.parameters import mostly_slow
 from tests.running import ROOT, environment
 from tests.test_architecture import PACKAGES
 
@@ -165,6 +167,7 @@ def test_the_table_of_commands_has_every_verb():
     assert set(re.findall(r"^\| `pipeline (\w+)", table, re.MULTILINE)) == set(VERBS)
 
 
+@cache
 def slow_by_test(file: Path) -> dict[str, bool]:
     """Return, by the name of each test in a file, whether it is not in `make test`.
 
@@ -220,13 +223,63 @@ def test_a_guarantee_without_its_test_is_found():
     ]
 
 
-@pytest.mark.parametrize("line", lines_of("train"), ids=str)
-def test_every_training_composes_and_passes_the_checks(line):
+GROUPS = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()}
+
+
+def overrides_of(line: str) -> list[str]:
+    """Return the overrides of a training, with one value for those that are swept."""
     words = shlex.split(line)[1:]
-    if words == ["--help"]:
-        return  # tests/cli/test_cli.py
-    overrides = [word for word in words if word not in ("-m", "--config-dir", "conf")]
-    sizes_of([override.replace("1,2,4,8", "2") for override in overrides])
+    options = ("-m", "--config-dir", "conf", "--help")  # tests/cli/test_cli.py
+    overrides = [word for word in words if word not in options]
+    return [override.replace("1,2,4,8", "2") for override in overrides]
+
+
+def choices_of(line: str) -> set[str]:
+    """Return the overrides of a training that choose an option of a group."""
+    choices = set()
+    for override in overrides_of(line):
+        if override.lstrip("+").partition("=")[0] in GROUPS | {"callbacks"}:
+            choices.add(override)
+    return choices
+
+
+def trainings() -> list:
+    """Return the lines as parameters; slow are those that choose nothing new."""
+    lines = lines_of("train")
+    chosen = set()
+    fast = []
+    for line in sorted(lines, key=lambda line: (-len(choices_of(line)), line)):
+        if not choices_of(line) <= chosen:
+            fast.append(line)
+            chosen |= choices_of(line)
+    return mostly_slow(lines, fast)
+
+
+@pytest.mark.parametrize("line", trainings(), ids=str)
+def test_every_training_composes_and_passes_the_checks(line):
+    sizes_of(overrides_of(line))
+
+
+def test_every_key_of_a_training_is_in_the_config():
+    """Of the lines that choose no option: a `+` adds what the config has not."""
+    config = composed([])
+    checked = []
+    for line in lines_of("train"):
+        if choices_of(line):
+            continue
+        for override in overrides_of(line):
+            key = override.partition("=")[0]
+            if not key.startswith(("+", "~", "hydra.")):
+                assert has_key(config, key), line
+                checked.append(key)
+    assert len(checked) >= 40
+    assert not has_key(config, "training.epoch")
+
+
+def has_key(config: DictConfig, key: str) -> bool:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, parent)
+    return isinstance(node, DictConfig) and name in node
 
 
 def sizes_of(overrides: list[str]) -> Batching:
@@ -246,7 +299,16 @@ def sizes_of(overrides: list[str]) -> Batching:
         HydraConfig.instance().cfg = None
 
 
-@pytest.mark.parametrize("line", lines_of("sweep"), ids=str)
+def sweeps() -> list:
+    """Return the lines as parameters; slow are those after the first of a file."""
+    lines = lines_of("sweep")
+    first_lines = {}
+    for line in lines:
+        first_lines.setdefault(shlex.split(line)[1], line)
+    return mostly_slow(lines, list(first_lines.values()))
+
+
+@pytest.mark.parametrize("line", sweeps(), ids=str)
 def test_every_sweep_composes(line):
     _, name, *words = shlex.split(line)
     file = []
