@@ -82,9 +82,7 @@ def _imported(source: str, package: str, known: frozenset[str]) -> frozenset[str
     return frozenset(_each_imported(ast.parse(source), package, known))
 
 
-def _each_imported(
-    tree: ast.AST, package: str, known: frozenset[str]
-) -> Iterator[str]:
+def _each_imported(tree: ast.AST, package: str, known: frozenset[str]) -> Iterator[str]:
     for_types = _nodes_for_types(tree)
     for node in ast.walk(tree):
         if node in for_types:
