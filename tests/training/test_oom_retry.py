@@ -162,7 +162,7 @@ RAMP = (
 @pytest.mark.parametrize(
     ("replicas", "more"),
     [
-        (1, ()),
+        pytest.param(1, (), marks=pytest.mark.slow),
         pytest.param(2, (), marks=pytest.mark.slow),
         pytest.param(1, RAMP, marks=pytest.mark.soak),
     ],
