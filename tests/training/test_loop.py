@@ -27,6 +27,7 @@ from pipeline.training.evaluator import (
 from pipeline.training.loop import Interrupted, Trainer
 from pipeline.training.progress import Progress
 from pipeline.training.recorder import NonFiniteError, Recorder, ResultLayout
+from tests.parameters import mostly_slow
 
 EXAMPLES = 40
 SIZE = 8
@@ -233,7 +234,10 @@ def _counted(method, copies, name):
     return counted
 
 
-@pytest.mark.parametrize(("epochs", "stop"), [(2, []), (4, [StopAt(1)])])
+@pytest.mark.parametrize(
+    ("epochs", "stop"),
+    [pytest.param(2, [], marks=pytest.mark.slow), (4, [StopAt(1)])],
+)
 def test_the_last_update_is_logged_whatever_is_left_out(epochs, stop):
     rows = Run(stop, epochs=epochs, log_every=4, validate=False).rows
     assert [update for update, _ in rows.updates] == [4, 8, 10]
@@ -561,7 +565,7 @@ def test_a_pause_leaves_out_its_own_time_and_nothing_before_it(monkeypatch):
     assert second["update_seconds"] == 7
 
 
-@pytest.mark.parametrize("validate", [True, False])
+@pytest.mark.parametrize("validate", mostly_slow([True, False], [False]))
 def test_the_seconds_of_updates_are_without_those_of_the_ends_of_epochs(
     monkeypatch, validate
 ):
@@ -582,6 +586,7 @@ def test_the_seconds_of_updates_are_without_those_of_the_ends_of_epochs(
     assert run.rows.performance[-1]["compile_seconds"] == 0
 
 
+@pytest.mark.slow
 def test_compile_seconds_have_the_tracing_of_a_resumed_run_and_no_reading(
     monkeypatch, tmp_path
 ):

@@ -31,18 +31,19 @@ def stops(monitor):
     ("monitor", "options", "line"),
     [
         ("val_loss", {}, ""),
-        ("mine", {}, ""),
+        pytest.param("mine", {}, "", marks=pytest.mark.slow),
         (
             "val_loss",
             {"evaluate_every": 7},
             "training.callbacks.1 monitors val_loss, which is missing at the end of "
             "epoch 1: set training.evaluate_every=epoch to evaluate at each epoch's end",
         ),
-        (
+        pytest.param(
             "val_los",
             {},
             "training.callbacks.1 monitors val_los, which is missing at the end of "
             "epoch 1: the logs have gradient_norm, learning_rate, loss, mine, val_loss",
+            marks=pytest.mark.slow,
         ),
         (
             "val_loss",

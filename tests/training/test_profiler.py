@@ -92,8 +92,12 @@ def test_nothing_after_the_last_traced_update_is_traced(tmp_path, count, last_up
 @pytest.mark.parametrize(
     ("start", "updates", "callbacks", "order"),
     [
-        (4, 2, [], ["profile", "val", "val", "test"]),
-        (9, 5, [], ["val", "profile", "val", "test"]),
+        pytest.param(
+            4, 2, [], ["profile", "val", "val", "test"], marks=pytest.mark.slow
+        ),
+        pytest.param(
+            9, 5, [], ["val", "profile", "val", "test"], marks=pytest.mark.slow
+        ),
         (4, 9, [StopAt(0)], ["val", "profile", "test"]),
     ],
 )

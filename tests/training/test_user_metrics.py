@@ -98,6 +98,7 @@ def test_additions_to_logs_are_rows_of_the_last_update_of_their_epoch(capsys):
     assert line.startswith("training.callbacks.0: logs['nested'] is not logged: ")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_logged_is_named_once_and_the_rest_is_logged(capsys):
     schedule = keras.callbacks.LearningRateScheduler(lambda _: 0.1)
     logged = logged_by(Adds(a=1, text="x", **{"b(c)": 1}), schedule)
@@ -126,6 +127,7 @@ def test_a_callback_logs_for_the_update_that_it_is_called_for(capsys):
     ]
 
 
+@pytest.mark.slow
 def test_host_code_of_a_layer_logs_in_updates_not_in_evaluations():
     logged = logged_by(middle=[LogsBatches()])
     updates = range(1, 2 * PER_EPOCH + 1)
@@ -184,6 +186,7 @@ def test_a_worker_other_than_the_chief_logs_nothing(capsys):
     assert printed(capsys) == []
 
 
+@pytest.mark.slow
 def test_mlflow_s_own_functions_to_another_run_are_reported_once(monkeypatch, capsys):
     class Fluent(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
