@@ -305,7 +305,13 @@ def test_each_worker_makes_its_share_alone(node, augment, workers, replicas):
     assert len(AUGMENTED) == augmented
 
 
-@pytest.mark.parametrize("node", [IN_MEMORY, STREAMED], ids=["in_memory", "streamed"])
+@pytest.mark.parametrize(
+    "node",
+    [
+        pytest.param(IN_MEMORY, id="in_memory", marks=pytest.mark.slow),
+        pytest.param(STREAMED, id="streamed"),
+    ],
+)
 def test_workers_read_examples_of_unequal_length_whole(node):
     """How long a batch is follows from all of it."""
 

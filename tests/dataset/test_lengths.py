@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -13,6 +15,7 @@ from pipeline.dataset import Data, Stored, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
+from tests.parameters import mostly_slow
 
 SIZE = 9
 LENGTHS = (3, 9, 1, 0, 4)
@@ -114,11 +117,17 @@ def data_pad():
     return OmegaConf.create(NODE["pad"])
 
 
-@pytest.mark.parametrize("target", ["texts", "by_records"])
+WAYS_TO_READ = list(
+    itertools.product(
+        ["texts", "by_records"],
+        [{"in_memory": True}, {"in_memory": False, "shuffle_files": True}],
+    )
+)
+
+
 @pytest.mark.parametrize(
-    "reading",
-    [{"in_memory": True}, {"in_memory": False, "shuffle_files": True}],
-    ids=["in memory", "streamed"],
+    ("target", "reading"),
+    mostly_slow(WAYS_TO_READ, [WAYS_TO_READ[0], WAYS_TO_READ[3]]),
 )
 def test_however_examples_are_read_they_have_no_padding(target, reading):
     node = OmegaConf.create({**NODE, "_target_": f"{HERE}.{target}", **reading})
@@ -159,20 +168,22 @@ def test_a_length_may_be_a_function_and_several_lengths_may_be_known():
             "example 1 of the train split, counted from 0: dataset.lengths of x.tokens "
             "must be from 0 to 9. Received: 10",
         ),
-        (
+        pytest.param(
             {"longest": -1},
             "example 1 of the train split, counted from 0: dataset.lengths of x.tokens "
             "must be from 0 to 9. Received: -1",
+            marks=pytest.mark.slow,
         ),
         (
             {"hidden": 3},
             "example 2 of the train split, counted from 0: dataset.lengths of x.tokens "
             "must leave out only padding, which is zero. Received: 1",
         ),
-        (
+        pytest.param(
             {"hidden": 3, "at": "words"},
             "example 2 of the train split, counted from 0: dataset.lengths of x.words "
             "must leave out only padding, which is zero. Received: 1",
+            marks=pytest.mark.slow,
         ),
         (
             {"hidden": float("nan"), "at": "next"},
@@ -280,7 +291,9 @@ def weighted(weights: str) -> Data:
     ("weights", "parts", "missing", "whose"),
     [
         ("one", ["x.tokens", "y"], "sample_weight", "y"),
-        ("one", ["sample_weight"], "y", "sample_weight"),
+        pytest.param(
+            *("one", ["sample_weight"], "y", "sample_weight"), marks=pytest.mark.slow
+        ),
         ("by output", ["y.next"], "sample_weight.next", "y.next"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 
 import keras
@@ -17,6 +18,7 @@ from pipeline.dataset.batches import effective_batches
 from pipeline.dataset.load import from_tfds, load
 from pipeline.dataset.source import ShareReader
 from pipeline.dataset.splits import Data, Stored
+from tests.parameters import mostly_slow
 
 
 def loaded(function, **keys) -> Data:
@@ -82,8 +84,10 @@ def own_images(make, way):
     return Data(split, None, stored={"train": Stored(split, records, make, shuffled)})
 
 
-@pytest.mark.parametrize("make", FUNCTIONS)
-@pytest.mark.parametrize("way", ["shuffled", "stored"])
+MADE = list(itertools.product(FUNCTIONS, ["shuffled", "stored"]))
+
+
+@pytest.mark.parametrize(("make", "way"), mostly_slow(MADE, [MADE[0], MADE[-1]]))
 def test_examples_have_one_form_in_whatever_way_they_are_made(make, way):
     """In the order of the split, with shuffled files, and from stored records."""
     data = loaded("own_images", make=make, way=way)

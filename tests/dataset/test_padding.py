@@ -17,6 +17,7 @@ from pipeline.dataset import Data, load
 from pipeline.dataset import batches as batching
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.checksums import DataFiles
+from tests.parameters import mostly_slow
 
 TOKENS = 12
 WIDTH = 4
@@ -138,8 +139,12 @@ def weighted(lengths_of_weights=LENGTHS, size=None, length=None) -> Data:
     )
 
 
-@pytest.mark.parametrize("made_ragged", [False, True])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("size", "made_ragged"),
+    mostly_slow(
+        [(1, False), (1, True), (4, False), (4, True)], [(1, False), (4, True)]
+    ),
+)
 def test_weights_of_other_lengths_than_the_labels_are_named_with_the_example(
     size, made_ragged
 ):
@@ -156,7 +161,7 @@ def test_weights_of_other_lengths_than_the_labels_are_named_with_the_example(
     )
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", mostly_slow([1, 3], [3]))
 def test_weights_of_positions_may_have_an_axis_of_fixed_size(size):
     """Labels of one length have as many weights, or each of them one."""
     node = {
@@ -214,6 +219,14 @@ def test_a_pad_value_that_is_a_value_of_the_inputs_is_rejected():
     with pytest.raises(tf.errors.InvalidArgumentError, match=line):
         batches(4, texts(first=0))
     assert batches(4, texts(first=0), pad={"multiple": 4, "value": TOKENS})
+
+
+def test_ragged_inputs_must_not_contain_the_padding_either():
+    """A cut by tokens pads them later."""
+    line = r"dataset.pad.value must not occur in the inputs"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=line):
+        list(batching.in_order(texts(first=0).train, 4, PAD["pad"], padded=False))
+    assert list(batching.in_order(texts().train, 4, PAD["pad"], padded=False))
 
 
 def model() -> keras.Model:

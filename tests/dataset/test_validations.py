@@ -18,6 +18,7 @@ from pipeline.dataset.load import load
 from pipeline.dataset.splits import Data
 from pipeline.tracking import provenance
 from pipeline.trust.gate import Gate, strict
+from tests.parameters import mostly_slow
 
 DIGITS = "pipeline.dataset.digits"
 HERE = __name__
@@ -121,7 +122,7 @@ def test_a_split_is_that_of_the_same_dataset_and_a_node_one_of_its_own():
     assert list(data.splits) == ["train", "validations.late"]
 
 
-@pytest.mark.parametrize("form", ["late", "late.split"])
+@pytest.mark.parametrize("form", mostly_slow(["late", "late.split"], ["late.split"]))
 def test_files_of_a_set_are_read_elsewhere_only_if_the_user_gives_them(
     form, tmp_path, monkeypatch
 ):
