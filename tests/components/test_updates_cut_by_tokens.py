@@ -23,6 +23,8 @@ CONFIG = (
     "~dataset",
     f"+dataset={{_target_: {HERE}.texts, pad: {{multiple: 4, value: 0}}}}",
     "objective=language_model",
+    "optimizer=sgd",
+    "schedule=constant",
     "~model",
     f"+model={{_target_: {HERE}.network}}",
     "hardware.precision=float64",
@@ -33,8 +35,8 @@ CONFIG = (
 TOKENS = "accumulation.micro_batch_tokens=100"
 
 
-def texts(last: int = 1, keeps_last: bool = False) -> Data:
-    """Return texts of 1 to 40 tokens from 1 on; the last text begins with `last`.
+def texts(keeps_last: bool = False) -> Data:
+    """Return texts of 1 to 40 tokens from 1 on.
 
     With `keeps_last`, an input has the last token of its text, too, so that it is one
     longer than its labels.
@@ -42,7 +44,6 @@ def texts(last: int = 1, keeps_last: bool = False) -> Data:
     numbers = np.random.default_rng(0)
     lengths = 2 + np.minimum(numbers.geometric(0.1, 40), 39)
     rows = [numbers.integers(1, CLASSES, length) for length in lengths]
-    rows[-1][0] = last
 
     def examples():
         for row in rows:
@@ -103,23 +104,24 @@ def results_of(parts):
     return [{name: float(value) for name, value in row.items()} for row in results]
 
 
-def test_updates_and_evaluations_are_those_of_whole_padded_batches(float64):
-    by_tokens = parts_of(TOKENS)
-    x, y = by_tokens.batches.element_spec
-    assert isinstance(x, tf.RaggedTensorSpec)
-    assert isinstance(y, tf.RaggedTensorSpec)
+PADDED_BEFORE = (
+    f"dataset._target_={HERE}.padded_texts",
+    f"+dataset.lengths={{length: {{_target_: {HERE}.tokens_in, _partial_: true}}, "
+    "parts: [x, y, sample_weight]}",
+)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [(), pytest.param(PADDED_BEFORE, marks=pytest.mark.slow)],
+    ids=["ragged", "padded to one size before"],
+)
+def test_updates_and_evaluations_are_those_of_whole_padded_batches(float64, dataset):
+    by_tokens = parts_of(*dataset, TOKENS)
+    for spec in by_tokens.batches.element_spec:
+        assert isinstance(spec, tf.RaggedTensorSpec)
+    rows = results_of(by_tokens)
     expected = results_of(parts_of("accumulation.factor=1"))
-    assert_same_with_less_padding(results_of(by_tokens), expected)
-
-    # The same texts, padded to one size before.
-    padded = f"dataset._target_={HERE}.padded_texts"
-    function = f"{{_target_: {HERE}.tokens_in, _partial_: true}}"
-    lengths = f"+dataset.lengths={{length: {function}, parts: [x, y, sample_weight]}}"
-    rows = results_of(parts_of(padded, lengths, TOKENS))
-    assert_same_with_less_padding(rows, expected)
-
-
-def assert_same_with_less_padding(rows, expected):
     for row, other in zip(rows, expected, strict=True):
         for name in {"loss", "accuracy", "gradient_norm"} & other.keys():
             assert row[name] == pytest.approx(other[name], rel=EXACT)
@@ -142,6 +144,7 @@ def test_a_model_that_counts_padding_is_rejected_before_the_run(float64):
     assert "must give the same outputs when an example is padded" in str(rejected.value)
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64):
     """All parts of a micro-batch that XLA compiles are padded to one length."""
     shorter_labels = (
@@ -157,9 +160,11 @@ def test_a_model_that_needs_two_lengths_is_rejected_with_lengths_for_xla(float64
     assert "must be null if the model or its loss fails" in str(rejected.value)
 
 
+BY_XLA = (TOKENS, "hardware.xla=true")
+
+
 def test_lengths_are_chosen_and_their_cost_is_said(float64):
-    by_xla = (TOKENS, "hardware.xla=true")
-    parts = parts_of(*by_xla, "hardware.xla_lengths=auto")
+    parts = parts_of(*BY_XLA, "hardware.xla_lengths=auto")
     lengths = parts.spec.config.hardware.xla_lengths
     assert lengths == sorted(set(lengths))
     assert lengths[-1] == 40
@@ -169,16 +174,11 @@ def test_lengths_are_chosen_and_their_cost_is_said(float64):
     )
     assert 0 <= int(found[1]) < 100
 
-    listed = parts_of(*by_xla, "hardware.xla_lengths=[20,40]")
+
+@pytest.mark.slow
+def test_lengths_may_be_listed_and_are_not_chosen_where_nothing_is_compiled(float64):
+    listed = parts_of(*BY_XLA, "hardware.xla_lengths=[20,40]")
     assert listed.spec.config.hardware.xla_lengths == [20, 40]
     assert "XLA at lengths 20, 40" in listed.devices.description
-    # Nothing is compiled: there is nothing to choose.
     uncompiled = parts_of(TOKENS, "hardware.xla_lengths=auto")
     assert uncompiled.spec.config.hardware.xla_lengths is None
-
-
-def test_ragged_inputs_must_not_contain_the_padding_either(float64):
-    parts = parts_of(TOKENS, "+dataset.last=0")
-    line = "dataset.pad.value must not occur in the inputs"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=line):
-        list(parts.batches)
