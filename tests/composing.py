@@ -45,5 +45,8 @@ def _with_groups(*groups: str) -> DictConfig:
 
 
 def spec_of(overrides: Sequence[str]) -> RunSpec:
-    """Return what the config of these overrides is resolved to."""
-    return resolve(config_of(*overrides), list(overrides))
+    """Return what the config of these overrides is resolved to.
+
+    The environment names no workers.
+    """
+    return resolve(config_of(*overrides), list(overrides), {})

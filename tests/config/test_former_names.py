@@ -18,6 +18,7 @@ from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.sweep.again import trusted_overrides
 from pipeline.tracking.journal_file import Past
 from pipeline.trust.gate import Gate, check_config
+from tests.parameters import mostly_slow
 from tests.running import Store
 from tests.running import pipeline as command
 
@@ -227,14 +228,17 @@ def test_a_record_with_the_defaults_of_removed_keys_is_read_without_them():
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "scaling=adascale",
-        "scaling=none,sqrt,adascale",
-        "scaling.rule=adascale",
-        "accumulation.schedule=seesaw",
-        "+accumulation.seesaw_max=64,128",
-        "accumulation.scale_rate=true,false",
-    ],
+    mostly_slow(
+        [
+            "scaling=adascale",
+            "scaling=none,sqrt,adascale",
+            "scaling.rule=adascale",
+            "accumulation.schedule=seesaw",
+            "+accumulation.seesaw_max=64,128",
+            "accumulation.scale_rate=true,false",
+        ],
+        ["scaling=none,sqrt,adascale", "+accumulation.seesaw_max=64,128"],
+    ),
 )
 def test_a_recorded_sweep_over_what_was_removed_is_rejected(override):
     tags = {"sweep.overrides": json.dumps([override])}

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, installed_configs
+from tests.parameters import mostly_slow
 
 METADATA = "Metadata-Version: 2.1\nName: other\nVersion: 1\n"
 
@@ -61,7 +62,12 @@ def test_built_in_configs_come_first_and_the_users_own_last(site, tmp_path, caps
     assert f"dataset=stars is the config in {site}/other_package/conf/dataset" in lines
 
 
-@pytest.mark.parametrize("value", ["other_package.nowhere", "no_package.conf", "."])
+@pytest.mark.parametrize(
+    "value",
+    mostly_slow(
+        ["other_package.nowhere", "no_package.conf", "."], ["other_package.nowhere"]
+    ),
+)
 def test_an_entry_point_without_a_folder_is_named_once_and_left_out(
     value, site, capsys
 ):

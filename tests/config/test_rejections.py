@@ -6,6 +6,7 @@ those that a command is run for.
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, schema
 from pipeline.config.resolve import resolve
+from tests.parameters import mostly_slow
 
 
 def rejection(*overrides: str) -> str:
@@ -25,8 +27,15 @@ def rejection(*overrides: str) -> str:
 # --- flags ---
 
 
-@pytest.mark.parametrize("value", ["2", "0.5", "on", "null"])
-@pytest.mark.parametrize("key", ["hardware.open_ports", "tracking.confined"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    mostly_slow(
+        itertools.product(
+            ["hardware.open_ports", "tracking.confined"], ["2", "0.5", "on", "null"]
+        ),
+        [("hardware.open_ports", "2"), ("tracking.confined", "null")],
+    ),
+)
 def test_a_flag_with_a_security_meaning_is_true_or_false_only(key, value):
     assert rejection(f"{key}={value}").startswith(f"{key} must be true or false.")
 
@@ -37,22 +46,26 @@ def test_no_flag_is_left_to_omegaconf_which_accepts_any_number():
 
 # --- links ---
 
+WRONG_LINKS = [
+    ("training.class_weight={0: '${nope}'}", "training.class_weight.0"),
+    ("+dataset.classes={0: {1: '${nope}'}}", "dataset.classes.0.1"),
+    ("+model.units={1.5: '${nope}'}", "model.units.1.5"),
+    ("+model.units={true: '${nope}'}", "model.units.True"),
+    ("+tracking.tags={team.name: '${nope}'}", "tracking.tags.team.name"),
+    ("+model.units=[1,'${nope}']", "model.units[1]"),
+    ("hardware.gpu=[0,'${nope}']", "hardware.gpu[1]"),
+    (
+        "training.metrics.accuracy._target_=${nope}",
+        "training.metrics.accuracy._target_",
+    ),
+]
+
 
 @pytest.mark.parametrize(
     ("override", "key"),
-    [
-        ("training.class_weight={0: '${nope}'}", "training.class_weight.0"),
-        ("+dataset.classes={0: {1: '${nope}'}}", "dataset.classes.0.1"),
-        ("+model.units={1.5: '${nope}'}", "model.units.1.5"),
-        ("+model.units={true: '${nope}'}", "model.units.True"),
-        ("+tracking.tags={team.name: '${nope}'}", "tracking.tags.team.name"),
-        ("+model.units=[1,'${nope}']", "model.units[1]"),
-        ("hardware.gpu=[0,'${nope}']", "hardware.gpu[1]"),
-        (
-            "training.metrics.accuracy._target_=${nope}",
-            "training.metrics.accuracy._target_",
-        ),
-    ],
+    mostly_slow(
+        WRONG_LINKS, [WRONG_LINKS[1], WRONG_LINKS[3], WRONG_LINKS[4], WRONG_LINKS[6]]
+    ),
 )
 def test_a_wrong_link_is_shown_with_its_key_wherever_it_stands(override, key):
     assert rejection(override) == (
@@ -62,15 +75,33 @@ def test_a_wrong_link_is_shown_with_its_key_wherever_it_stands(override, key):
 
 # --- counts, addresses, and the arguments of Keras' optimizers ---
 
+ADDRESSES = [
+    ("SQLITE:///a.db", "must name a file: sqlite:///PATH"),
+    ("Sqlite:///", "must name a file: sqlite:///PATH"),
+    ("http", "must have the form http://HOST:PORT"),
+    ("https:", "must have the form https://HOST:PORT"),
+    ("http://", "must have the form http://HOST:PORT"),
+    ("http:/host:5000", "must have the form http://HOST:PORT"),
+    ("http://host:port", "must have the form http://HOST:PORT"),
+    ("http://host:99999", "must have the form http://HOST:PORT"),
+    ("postgresql", "must have the form postgresql://HOST:PORT"),
+]
+
 
 @pytest.mark.parametrize(
     "override",
-    [
-        "hardware.profile={start: 99999999999, updates: 5}",
-        "hardware.profile={start: 1, updates: 99999999999}",
-        "dataset.pad={multiple: 99999999999, value: 0}",
-        "hardware.gpu=[0,99999999999]",
-    ],
+    mostly_slow(
+        [
+            "hardware.profile={start: 99999999999, updates: 5}",
+            "hardware.profile={start: 1, updates: 99999999999}",
+            "dataset.pad={multiple: 99999999999, value: 0}",
+            "hardware.gpu=[0,99999999999]",
+        ],
+        [
+            "dataset.pad={multiple: 99999999999, value: 0}",
+            "hardware.gpu=[0,99999999999]",
+        ],
+    ),
 )
 def test_a_count_is_limited_also_in_a_mapping_or_list(override):
     assert "must be at most 2147483647. Received: 99999999999." in rejection(override)
@@ -78,17 +109,7 @@ def test_a_count_is_limited_also_in_a_mapping_or_list(override):
 
 @pytest.mark.parametrize(
     ("uri", "rule"),
-    [
-        ("SQLITE:///a.db", "must name a file: sqlite:///PATH"),
-        ("Sqlite:///", "must name a file: sqlite:///PATH"),
-        ("http", "must have the form http://HOST:PORT"),
-        ("https:", "must have the form https://HOST:PORT"),
-        ("http://", "must have the form http://HOST:PORT"),
-        ("http:/host:5000", "must have the form http://HOST:PORT"),
-        ("http://host:port", "must have the form http://HOST:PORT"),
-        ("http://host:99999", "must have the form http://HOST:PORT"),
-        ("postgresql", "must have the form postgresql://HOST:PORT"),
-    ],
+    mostly_slow(ADDRESSES, [ADDRESSES[0], ADDRESSES[4], ADDRESSES[7], ADDRESSES[8]]),
 )
 def test_an_address_of_a_store_is_whole(uri, rule):
     line = f"tracking.uri {rule}. Received: '{uri}'."

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.config import compose, plain
-from pipeline.config.resolve import RunSpec, resolve
+from pipeline.config import plain
+from pipeline.config.resolve import RunSpec
 from pipeline.config.sizes import Horizon
+from tests import composing
+from tests.parameters import mostly_slow
 
 
 def resolved(*overrides: str) -> RunSpec:
-    return resolve(compose.composed(overrides), overrides, {})
+    return composing.spec_of(overrides)
 
 
 # --- overrides that are mappings ---
@@ -55,13 +57,16 @@ def test_a_value_of_the_environment_is_a_count_or_a_flag(key, text, value, monke
 
 @pytest.mark.parametrize(
     "uri",
-    [
-        "HTTP://host:5000",
-        "http://[::1]:5000",
-        "https://me:pw@host/path",
-        "postgresql:///runs",
-        "mysql+pymysql://me@host/runs",
-    ],
+    mostly_slow(
+        [
+            "HTTP://host:5000",
+            "http://[::1]:5000",
+            "https://me:pw@host/path",
+            "postgresql:///runs",
+            "mysql+pymysql://me@host/runs",
+        ],
+        ["http://[::1]:5000", "mysql+pymysql://me@host/runs"],
+    ),
 )
 def test_a_store_of_a_known_scheme_is_accepted(uri):
     spec = resolved(f"tracking.uri='{uri}'")
