@@ -235,14 +235,18 @@ def check(answers: dict[str, dict], expected: dict[str, str]) -> None:
 
 
 def some(lines: dict[str, str], step: int) -> dict[str, str]:
-    """The second line and each `step`th after it."""
+    """Return the second line and each `step`th after it."""
     return dict(list(lines.items())[1::step])
 
 
 @pytest.mark.parametrize(
     "lines",
-    [some(CONFIG, 4), pytest.param(CONFIG, marks=pytest.mark.soak)],
-    ids=["every fourth", "all"],
+    [
+        some(CONFIG, 12),
+        pytest.param(some(CONFIG, 4), marks=pytest.mark.slow),
+        pytest.param(CONFIG, marks=pytest.mark.soak),
+    ],
+    ids=["every twelfth", "every fourth", "all"],
 )
 def test_a_wrong_config_is_refused_without_tensorflow_and_mlflow(folder, lines):
     answers = one_process(dict(zip(lines, lines, strict=True)), folder, warm=False)
