@@ -237,10 +237,10 @@ FUNCTION = (
 LEGAL = {
     # Two logical devices first: TensorFlow takes them once a process.
     "subclassed": "model=Subclassed dataset=classes hardware.replicas=2",
-    "builder": f"model=unbuilt dataset=waves dataset.data_dir=data {FUNCTION}",
 }
 WIDER = {
     "partly weighted": f"{PARTLY} hardware.replicas=2",
+    "builder": f"model=unbuilt dataset=waves dataset.data_dir=data {FUNCTION}",
     "monitored": (
         "model=unbuilt dataset=classes schedule=constant training.epochs=9 "
         f"{CALLBACKS} {CONFIDENCE}"
@@ -362,8 +362,9 @@ def test_a_tilde_is_the_home_directory(ran):
     assert not [path for path in ran.folder.rglob("*") if "~" in path.name]
 
 
-def test_a_function_for_a_metric_is_the_mean_of_its_values(ran):
-    metrics = ran.store.run("builder").data.metrics
+@pytest.mark.slow
+def test_a_function_for_a_metric_is_the_mean_of_its_values(ran_wider):
+    metrics = ran_wider.store.run("builder").data.metrics
     assert metrics["train/own"] == metrics["train/accuracy"]
 
 
