@@ -10,9 +10,10 @@ from keras import layers
 
 from pipeline.accumulation import Update
 from pipeline.accumulation import update as update_module
+from pipeline.accumulation.batch import positions_for_noise
 from pipeline.accumulation.internals import Share, noise_by_position
 from pipeline.accumulation.micro_batches import run_micro_batches
-from pipeline.accumulation.token_cut import TokenLimit
+from pipeline.accumulation.token_cut import TokenLimit, dealt
 from tests.accumulation.replicas import strategy_on
 from tests.accumulation.sequences import (
     CLASSES,
@@ -59,6 +60,15 @@ def noisy_model():
     return keras.Model(inputs, layers.Dense(CLASSES)(hidden))
 
 
+def dropping_model():
+    """Return a model with dropout alone: of positions, and of rows that are steps."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((None,), dtype="int64")
+    hidden = layers.Embedding(VOCABULARY, 5, mask_zero=True)(inputs)
+    hidden = layers.Dropout(0.3, seed=1)(hidden)
+    return keras.Model(inputs, layers.Dense(CLASSES)(TimeSteps()(hidden)))
+
+
 def trained(limit, *, same_noise=True, devices=1, shared=False, model=noisy_model):
     """Return the weights after some updates, in one vector."""
     strategy = strategy_on(devices)
@@ -86,13 +96,23 @@ def trained(limit, *, same_noise=True, devices=1, shared=False, model=noisy_mode
 @pytest.mark.parametrize(
     ("limit", "options"),
     mostly_slow(
-        [(1, {}), (19, {}), (19, {"devices": 2}), (10, {"devices": 2, "shared": True})],
-        fast=[(19, {})],
+        [
+            (19, {"model": dropping_model}),
+            (1, {}),
+            (19, {}),
+            (19, {"devices": 2}),
+            (10, {"devices": 2, "shared": True}),
+        ],
+        fast=[(19, {"model": dropping_model})],
         slow=[(10, {"devices": 2, "shared": True})],
     ),
 )
-def test_the_weights_are_those_of_the_batch_in_one_piece(float64, limit, options):
-    expected = trained(WHOLE)
+def test_the_weights_are_those_of_the_batch_in_one_piece(
+    float64, monkeypatch, limit, options
+):
+    # What it rejects is below.
+    monkeypatch.setattr(update_module, "check_noise", lambda *_: None)
+    expected = trained(WHOLE, model=options.get("model", noisy_model))
     weights = trained(limit, **options)
     np.testing.assert_allclose(weights, expected, rtol=EXACT, atol=EXACT)
 
@@ -110,6 +130,18 @@ def test_each_example_has_its_position_in_the_batch():
         lambda positions, *parts: positions, (x, y, None), TokenLimit(19)
     )
     np.testing.assert_array_equal(positions, np.arange(len(LENGTHS)))
+
+
+def test_replicas_draw_noise_by_the_places_before_examples_are_dealt():
+    x, _ = batch()
+    examples = tf.range(len(LENGTHS))
+    dealt_batch = dealt((x, examples), 2, pad_multiple=1)
+    start = int(dealt_batch.starts[1])
+    _, dealt_examples, _ = dealt_batch.batch
+    positions = positions_for_noise(dealt_batch, start)
+    np.testing.assert_array_equal(positions, dealt_examples[start:])
+    assert start < len(LENGTHS)
+    assert not np.array_equal(positions, examples[start:])
 
 
 def noise_at(positions, length):
@@ -136,7 +168,7 @@ def reversed_in_time():
     keras.utils.set_random_seed(0)
     inputs = keras.Input((None,), dtype="int64")
     hidden = layers.Embedding(VOCABULARY, 4, mask_zero=True)(inputs)
-    hidden = layers.LSTM(4, return_sequences=True)(hidden)
+    hidden = layers.Dense(4, "tanh")(hidden)
     hidden = layers.Dropout(0.4, seed=1)(hidden[:, ::-1])
     return keras.Model(inputs, layers.Dense(CLASSES)(hidden[:, ::-1]))
 
