@@ -5,6 +5,7 @@ Weights and `iterations` are those of plain Keras.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -38,7 +39,11 @@ def strategy_of(replicas: int) -> tf.distribute.Strategy:
     )
 
 
-@pytest.mark.parametrize("index", mostly_slow(range(len(ROWS)), range(6)))
+# Parts without a gradient, a restart and replicas; a mask and flushed tails.
+QUICK = (1,)
+
+
+@pytest.mark.parametrize("index", mostly_slow(range(len(ROWS)), QUICK))
 def test_a_loop_takes_the_steps_of_plain_keras(float64, tmp_path, index):
     row = ROWS[index]
     expected, updates = by_plain_keras(row, EPOCHS)
@@ -100,6 +105,7 @@ def trained(
     examples: int,
     batch: int,
     known_length: bool,
+    run_eagerly: bool = False,
 ) -> Trained:
     """Train for two epochs by `fit`."""
     numbers = np.random.default_rng(0)
@@ -112,7 +118,7 @@ def trained(
     if isinstance(optimizer, AccumulatingOptimizer):
         callbacks.append(optimizer.flush_at_epoch_end())
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss)
+    model.compile(optimizer, loss, run_eagerly=run_eagerly)
     model.fit(data, epochs=2, verbose=0, callbacks=callbacks)
     weights = [np.ravel(values) for values in model.get_weights()]
     iterations = int(model.optimizer.iterations.numpy())
@@ -124,14 +130,18 @@ def assert_same(ours: Trained, theirs: Trained) -> None:
     np.testing.assert_allclose(ours.weights, theirs.weights, rtol=0, atol=CLOSE)
 
 
-@pytest.mark.parametrize("inner", [sgd, decaying])
-@pytest.mark.parametrize("examples", [44, 48])
+@pytest.mark.parametrize(
+    ("examples", "inner"),
+    mostly_slow(itertools.product([44, 48], [sgd, decaying]), [(44, decaying)]),
+)
 def test_data_of_unknown_length_in_fit(float64, inner, examples):
     """Plain Keras itself counts and decays once more at the end of such data.
 
     So its data have a known length.
     """
-    plain = trained(network(), inner(), examples, batch=16, known_length=True)
+    plain = trained(
+        network(), inner(), examples, batch=16, known_length=True, run_eagerly=True
+    )
     assert plain.iterations == 6
 
     optimizer = AccumulatingOptimizer(inner(), 4)
@@ -165,6 +175,7 @@ def test_a_gradient_of_a_regularizer_alone_waits_for_the_batch(float64):
     assert sums_of(accumulator) == [3.0, [3.0, 3.0], [6.0, 6.0], [3.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_noise_is_the_same_whether_the_length_is_known(float64):
     def weights_of(known_length: bool) -> list[float]:
         model = AccumulatingModel(network(dropout=True), 4, same_noise=True)
@@ -411,6 +422,7 @@ def test_rows_without_a_shape_of_their_own():
     assert average.numpy().tolist() == [[2, 2], [0, 0], [0, 0]]
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_frozen_between_two_fits(float64):
     """And unfrozen again: as plain Keras trains it on batches of 16."""
 
