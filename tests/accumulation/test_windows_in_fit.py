@@ -16,7 +16,6 @@ from keras import layers
 
 from pipeline.accumulation import AccumulatingOptimizer
 from tests.accumulation.windows import flat, in_pairs
-from tests.parameters import mostly_slow
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Gradients do not exist", "ignore:.*gives all batches of fit the same weight"
@@ -161,7 +160,8 @@ def by_plain_keras(row: Row) -> tuple[np.ndarray, int]:
     return flat(model.get_weights()), int(optimizer.iterations.numpy())
 
 
-@pytest.mark.parametrize("index", mostly_slow(range(len(ROWS)), range(1)))
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(ROWS)))
 def test_fit_takes_the_steps_of_plain_keras(float64, tmp_path, index):
     row = ROWS[index]
     expected, updates = by_plain_keras(row)
