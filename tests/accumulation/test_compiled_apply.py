@@ -153,17 +153,21 @@ def traced(update: Update) -> Callable[..., dict[str, tf.Tensor]]:
     return tf.function(lambda *batch: update(batch), specs, autograph=False)
 
 
-def by_update(variant: Variant, cut: str, **options: Any) -> tuple[Update, Weights]:
-    """Return an update that XLA compiles, and the weights that it has trained."""
+def compiled_update(variant: Variant, cut: str, **options: Any) -> Update:
+    """Return an update that XLA compiles."""
     model, optimizer = built(variant, variant.optimizer)
     (loss,) = KINDS["dense"].losses()
     size = matrix.micro_batch_size(case_of(cut))
     options = {"xla_scope": "apply"} | options
-    update = Update(model, loss, optimizer, size, jit_compile=True, **options)
+    return Update(model, loss, optimizer, size, jit_compile=True, **options)
+
+
+def weights_after(update: Update, cut: str) -> Weights:
+    """Return the weights that an update has trained."""
     step = traced(update)
     for batch in batches(cut):
         step(*batch)
-    return update, matrix._weights(model)
+    return matrix._weights(update.model)
 
 
 def cases() -> list[Any]:
@@ -174,17 +178,17 @@ def cases() -> list[Any]:
     """
     fast = [
         ("AdamW", "ragged", "apply"),
-        ("AdamW", "ragged", "update"),
         ("SGD", "factor 3", "update"),
+    ]
+    slow = [
+        ("AdamW", "ragged", "update"),
         ("global clipnorm", "factor 8", "apply"),
         ("constraint", "factor 1", "apply"),
     ]
-
-    slow = []
     for index, name in enumerate(VARIANTS):
         case = (name, CUTS[index % len(CUTS)], SCOPES[index // 4 % 2])
         is_chosen = name not in matrix.OPTIMIZERS or index % 2 == 0
-        if is_chosen and case not in fast:
+        if is_chosen and case not in fast + slow:
             slow.append(case)
     every = list(product(VARIANTS, CUTS, SCOPES))
     return mostly_slow(every, fast, slow)
@@ -194,7 +198,8 @@ def cases() -> list[Any]:
 def test_updates_are_those_of_whole_batches(float64, name, cut, scope):
     variant = VARIANTS[name]
     before, expected = by_keras(variant, cut)
-    update, trained = by_update(variant, cut, xla_scope=scope)
+    update = compiled_update(variant, cut, xla_scope=scope)
+    trained = weights_after(update, cut)
     assert update.apply_compiled
     assert update.update_compiled is (scope == "update")
     assert deviation(trained, expected, before) < TOLERANCE
@@ -205,18 +210,20 @@ def test_updates_are_those_of_whole_batches(float64, name, cut, scope):
     assert deviation(wrong, expected, before) > 100 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", mostly_slow(COUNTING, ["Adam"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COUNTING)
 def test_a_count_that_stands_still_is_seen(float64, monkeypatch, name):
     """The control of the counts, which are advanced outside of the program."""
     variant = VARIANTS[name]
     before, expected = by_keras(variant, "factor 3")
     monkeypatch.setattr(ApplyProgram, "advance_counts", lambda *arguments: None)
-    update, trained = by_update(variant, "factor 3")
+    update = compiled_update(variant, "factor 3")
+    trained = weights_after(update, "factor 3")
     assert update.apply_compiled
     assert deviation(trained, expected, before) > 1e-3
 
 
-def on_second_device(variant: Variant) -> tuple[Update, Weights]:
+def on_second_device(variant: Variant) -> Update:
     """Return an update with its weights on CPU:1 and its counts on CPU:0.
 
     So has a GPU its weights and the host the counts.
@@ -227,19 +234,19 @@ def on_second_device(variant: Variant) -> tuple[Update, Weights]:
             return variant.optimizer()
 
     with tf.device("CPU:1"):
-        return by_update(variant._replace(optimizer=make), "ragged")
+        return compiled_update(variant._replace(optimizer=make), "ragged")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name",
-    mostly_slow(
-        ["AdamW", "LossScaleOptimizer", "MultiOptimizer", "schedule"], ["AdamW"]
-    ),
+    "name", ["AdamW", "LossScaleOptimizer", "MultiOptimizer", "schedule"]
 )
 def test_counts_may_be_on_the_host(float64, name):
     variant = VARIANTS[name]
     before, expected = by_keras(variant, "ragged")
-    update, trained = on_second_device(variant)
+    update = on_second_device(variant)
+    with tf.device("CPU:1"):
+        trained = weights_after(update, "ragged")
     assert update.apply_compiled
     counter = update.counters[0]
     assert counter.device.endswith("CPU:0")
@@ -263,7 +270,7 @@ def operations_before(operation: tf.Operation) -> set[tf.Operation]:
 
 def test_a_count_is_advanced_without_waiting_for_the_passes():
     """So the host of a GPU can begin the next update while this one is computed."""
-    update, _ = on_second_device(VARIANTS["AdamW"])
+    update = on_second_device(VARIANTS["AdamW"])
     graph = traced(update).get_concrete_function().graph
     handle = update.counters[0].handle
     (place,) = [inner for outer, inner in graph.captures if outer is handle]
@@ -285,13 +292,16 @@ def test_a_count_is_advanced_without_waiting_for_the_passes():
     assert kinds & {"While", "StatelessWhile"}
 
 
+@pytest.mark.slow
 def test_variables_of_two_devices_are_not_compiled_together(float64, monkeypatch):
     """Where the counts stay variables of the host, XLA would reject them."""
     monkeypatch.setattr(
         compiled_apply, "constant_counts", lambda *arguments: nullcontext()
     )
     before, expected = by_keras(VARIANTS["AdamW"], "ragged")
-    update, trained = on_second_device(VARIANTS["AdamW"])
+    update = on_second_device(VARIANTS["AdamW"])
+    with tf.device("CPU:1"):
+        trained = weights_after(update, "ragged")
     assert update.compiled
     assert not update.apply_compiled
     assert deviation(trained, expected, before) < TOLERANCE
@@ -312,7 +322,7 @@ def hlo_of_apply(optimizer: keras.optimizers.Optimizer) -> tuple[Update, str]:
     return update, compiled.experimental_get_compiler_ir()(stage="optimized_hlo")
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+@pytest.mark.parametrize("kind", mostly_slow(["AdamW", "SGD"], ["AdamW"]))
 def test_norm_and_step_are_one_program_that_updates_in_place(float64, kind):
     update, hlo = hlo_of_apply(VARIANTS[kind].optimizer())
     variables = [*update.model.trainable_variables]
@@ -353,7 +363,10 @@ def update_on_words(optimizer: keras.optimizers.Optimizer, **options: Any) -> Up
     return Update(model, loss, optimizer, 8, **options)
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("AdamW", True), ("SGD", False)])
+@pytest.mark.parametrize(
+    ("name", "compiled"),
+    mostly_slow([("AdamW", True), ("SGD", False)], [("SGD", False)]),
+)
 def test_rows_are_compiled_where_they_become_dense_anyway(float64, name, compiled):
     """SGD touches the rows that were looked up, and no others."""
     weights = []
@@ -416,9 +429,7 @@ def test_the_passes_alone_are_compiled_by_default(float64):
     model, optimizer = built(VARIANTS["Adam"], of_keras("Adam"))
     (loss,) = KINDS["dense"].losses()
     update = Update(model, loss, optimizer, 4, jit_compile=True)
-    step = traced(update)
-    for batch in batches("factor 3"):
-        step(*batch)
+    traced(update).get_concrete_function()
     assert update.compiled
     assert not update.apply_compiled
     assert not update.counters
@@ -443,7 +454,8 @@ def test_an_unknown_scope_is_rejected():
         Update(model, "mse", optimizer, 4, xla_scope="all")
 
 
-@pytest.mark.parametrize("scope", ["apply", "update"])
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", SCOPES)
 def test_each_update_is_counted_once_where_data_of_unknown_length_end(scope):
     """A traced step starts once more there, without a batch.
 
