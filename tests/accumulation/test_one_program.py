@@ -18,7 +18,6 @@ from keras import layers
 from pipeline.accumulation import Update, micro_batches
 from pipeline.accumulation.compiled_apply import ApplyProgram
 from pipeline.accumulation.internals import Objective
-from tests.parameters import mostly_slow
 
 MICRO = 4
 # Rounding of 1e-16 in each sum, which the division by √v of AdamW stretches.
@@ -163,10 +162,9 @@ def test_it_runs_as_one_program_where_it_fits(float64, monkeypatch):
     assert deviation(values, others) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"),
-    mostly_slow([("AdamW", True), ("SGD", False)], [("SGD", False)]),
-)
+# In `make test`, the rule is in test_compiled_apply.py.
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "compiled"), [("AdamW", True), ("SGD", False)])
 def test_rows_are_compiled_where_they_become_dense_anyway(float64, name, compiled):
     weights = []
     for options in (ONE_PROGRAM, {}):
@@ -182,10 +180,14 @@ def test_rows_are_compiled_where_they_become_dense_anyway(float64, name, compile
     assert deviation(*weights) < TOLERANCE
 
 
+# In `make test`, the step of the optimizer does, in test_compiled_apply.py.
+@pytest.mark.slow
 def test_one_program_updates_in_place():
     """The loop, the norm and the step are in one program of XLA, as are all weights."""
     keras.utils.set_random_seed(0)
-    update = update_of(model_with_state(), keras.optimizers.AdamW(0.01), **ONE_PROGRAM)
+    hidden = layers.Dense(8, activation="tanh")
+    model = keras.Sequential([keras.Input((6,)), hidden, layers.Dense(3)])
+    update = update_of(model, keras.optimizers.AdamW(0.01), **ONE_PROGRAM)
     batch = batch_of(update.model, 16, np.random.default_rng(0))
 
     @tf.function(autograph=False, jit_compile=True)
@@ -207,6 +209,6 @@ def test_a_loss_over_the_effective_batch_is_computed_in_steps():
     keras.utils.set_random_seed(0)
     options = ONE_PROGRAM | {"loss_over": "effective_batch"}
     update = update_of(model_of_words(), keras.optimizers.Adam(0.1), **options)
-    batch = batch_of(update.model, 8, np.random.default_rng(0))
-    traced(update)(*batch)
+    traced(update).get_concrete_function()
+    assert update.compiled
     assert not update.update_compiled
