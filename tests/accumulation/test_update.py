@@ -327,9 +327,7 @@ def by_hand(model, x, y):
 
 @pytest.mark.parametrize(
     ("scaled", "devices"),
-    mostly_slow(
-        [(False, 1), (False, 2), (True, 1), (True, 2)], [(False, 1), (True, 2)]
-    ),
+    mostly_slow([(False, 1), (False, 2), (True, 1), (True, 2)], [(False, 1)]),
 )
 def test_results_are_of_exactly_this_update_and_the_weights_before_it(
     float64, devices, scaled
@@ -489,7 +487,8 @@ optimizer.build(model.trainable_variables)
 def updates(micro_batch_size):
     update = Update(model, keras.losses.MeanSquaredError(), optimizer, micro_batch_size)
     signature = tf.TensorSpec((None, 8)), tf.TensorSpec((None, 1))
-    return tf.function(lambda x, y: update((x, y)), input_signature=signature)
+    step = lambda x, y: update((x, y))
+    return tf.function(step, input_signature=signature, autograph=False)
 
 def peak(update, examples):
     update(tf.ones((examples, 8)), tf.ones((examples, 1)))
@@ -498,7 +497,7 @@ def peak(update, examples):
 
 # The high-water mark only rises: one process shows what each factor adds.
 accumulated = updates(32)
-for factor in (1, 4, 16):
+for factor in (1, 8):
     peak(accumulated, 32 * factor)
 peak(updates(128), 128)
 """
@@ -508,11 +507,10 @@ def test_peak_memory_does_not_grow_with_the_factor():
     process = python("-c", PEAK, cwd=ROOT)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    one, four, sixteen, large = map(int, out.split())
+    one, eight, large = map(int, out.split())
     # The threads' order decides whether one more buffer of 8 MiB is alive at the peak:
     # 0.9% of 900 MiB.
-    assert four < 1.02 * one
-    assert sixteen < 1.02 * one
+    assert eight < 1.02 * one
     # What accumulating saves: the activations of four micro-batches at once.
     assert large > 1.3 * one
 
