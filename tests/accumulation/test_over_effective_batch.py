@@ -5,6 +5,7 @@ They equal those of Keras on the whole batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -197,6 +198,7 @@ class Trained(NamedTuple):
     weights: list[np.ndarray]
 
 
+@functools.cache
 def by_keras(kind, sizes=SIZES):
     """Train by the step of `train_on_batch`, with the noise of an update."""
     model = compiled(kind)
@@ -439,6 +441,7 @@ def test_what_cannot_be_computed_in_two_passes_is_refused(float64, name):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_frozen_statistics_are_no_state(float64):
     assert np.isfinite(float(updated(frozen())["loss"]))
 
