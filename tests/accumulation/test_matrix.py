@@ -13,7 +13,9 @@ from itertools import combinations, product
 
 import keras
 import pytest
+import tensorflow as tf
 
+from pipeline.accumulation.batch import Share
 from tests.accumulation.covering import covering
 from tests.accumulation.matrix import (
     CUTS,
@@ -29,8 +31,18 @@ from tests.accumulation.wrong_ways import after_a_wrong_update, wrong_way
 
 AXES = (("SGD",), KINDS, CUTS, DEVICES)
 ROWS = [Case(*row) for row in covering(*AXES)]
-# These have each kind of model, and among them every cut and every number of devices.
-QUICK = ROWS[:10]
+# These have each kind of model, and among them every cut; two workers train for
+# `make test` in tests/distributed/test_workers.py.
+QUICK = [
+    Case("SGD", "dense", "factor 8", "two replicas"),
+    Case("SGD", "masked tokens", "factor 3", "two replicas"),
+    Case("SGD", "sample weights", "ragged", "two replicas"),
+    Case("SGD", "two outputs", "ragged", "one device"),
+    Case("SGD", "embedding", "factor 1", "two replicas"),
+    Case("SGD", "regularised", "factor 1", "one device"),
+]
+# For `make test-all`.
+WIDER = [case for case in ROWS[:10] if case not in QUICK]
 
 # `make soak` has the others, and kinds and cuts that test_pairwise.py crosses too.
 DRAWN = ("Muon", "Lion", "AdamW")
@@ -41,7 +53,9 @@ def cases():
     parameters = []
     for case in ROWS:
         marks = []
-        if case not in QUICK:
+        if case in WIDER:
+            marks.append(pytest.mark.slow)
+        elif case not in QUICK:
             marks.append(pytest.mark.soak)
         parameters.append(pytest.param(case, marks=marks))
     for name in OPTIMIZERS:
@@ -58,8 +72,17 @@ def test_every_pair_of_values_is_covered():
         pairs = {(row[one], row[two]) for row in ROWS}
         assert pairs == set(product(AXES[one], AXES[two]))
     assert len(ROWS) == len(KINDS) * len(CUTS)  # the two longest axes need that many
-    for axis, values in enumerate(AXES):
+    assert set(QUICK) <= set(ROWS)
+    for axis, values in enumerate(AXES[:3]):
         assert {row[axis] for row in QUICK} == set(values)
+
+
+def test_the_shares_of_two_workers_have_each_example_once():
+    examples = tf.range(29)
+    first, second = (Share.for_replicas(examples, index, 1, 2) for index in range(2))
+    assert first.batch.numpy().tolist() == [*range(15)]
+    assert second.batch.numpy().tolist() == [*range(15, 29)]
+    assert (first.start, second.start) == (0, 15)
 
 
 def test_the_optimizers_are_those_of_keras():
