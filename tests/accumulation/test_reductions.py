@@ -123,7 +123,7 @@ def update_of(
     return Update(model, loss, optimizer, micro_batch_size, strategy=strategy)
 
 
-@pytest.mark.parametrize("factor", mostly_slow([1, 4, 32], [4, 32]))
+@pytest.mark.parametrize("factor", mostly_slow([1, 4, 32], [4]))
 @pytest.mark.parametrize("devices", STRATEGIES)
 def test_each_gradient_is_reduced_once_an_update(precision, devices, factor):
     precision("float32")
@@ -134,6 +134,7 @@ def test_each_gradient_is_reduced_once_an_update(precision, devices, factor):
     assert reduced.in_loops == 0  # where one would run once a micro-step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1, 4])
 @pytest.mark.parametrize("devices", STRATEGIES)
 def test_reduced_in_every_micro_step_they_are_factor_times_as_many(
@@ -173,7 +174,8 @@ def test_reductions_in_a_loop_are_seen(precision, devices):
     assert reductions(in_a_loop) == ([], len(GRADIENTS) + SCALARS)
 
 
-@pytest.mark.parametrize("factor", mostly_slow([1, 4, 32], [4]))
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", [1, 4, 32])
 def test_workers_reduce_each_gradient_once_an_update(factor):
     packed = GRADIENT_ELEMENTS + SCALARS
     assert pair().ask("reductions", factor=factor) == [[[packed]], 0]
@@ -219,7 +221,7 @@ def edges(graph: Graph, source: str, target: str) -> list[Edge]:
     return taken
 
 
-@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize("normalized", mostly_slow([False, True], [True]))
 def test_sums_stay_on_the_replicas(precision, normalized):
     """The host adds nothing and takes nothing of them.
 
