@@ -146,7 +146,7 @@ def entropy():
 
 @pytest.mark.parametrize(
     ("wrap", "devices"),
-    mostly_slow([(list, 1), (list, 2), (dict, 1)], [(list, 2), (dict, 1)]),
+    mostly_slow([(list, 1), (list, 2), (dict, 1)], [(dict, 1)]),
 )
 def test_everything_by_output(wrap, devices):
     batch = (X, Y, WEIGHTS)
@@ -195,8 +195,8 @@ def sums():
         pytest.param(both_losses, (X, Y), marks=pytest.mark.slow),
         pytest.param(second_loss, (X, Y), marks=pytest.mark.slow),
         pytest.param(second_loss, (X, Y[1:]), marks=pytest.mark.slow),
-        (both_losses, (X, Y, WEIGHTS[0])),
-        (a_sum_and_a_mean, (X, Y)),
+        pytest.param(both_losses, (X, Y, WEIGHTS[0]), marks=pytest.mark.slow),
+        pytest.param(a_sum_and_a_mean, (X, Y), marks=pytest.mark.slow),
         pytest.param(sums, (X, Y), marks=pytest.mark.slow),
     ],
 )
@@ -230,6 +230,7 @@ def two_numbers():
     return keras.Model(inputs, {"kind": kind, "size": size})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("some", [False, True])
 def test_one_loss_for_all_outputs_and_labels_for_some(some):
     y = {"kind": random(EXAMPLES, 1, seed=3), "size": Y[1]}
@@ -317,7 +318,7 @@ class AddsLoss(layers.Layer):
         return outputs
 
 
-@pytest.mark.parametrize("batch", [X, (X,)])
+@pytest.mark.parametrize("batch", [X, pytest.param((X,), marks=pytest.mark.slow)])
 def test_a_model_that_adds_its_loss_needs_no_labels(batch):
     layer = AddsLoss()
     model = keras.Sequential([keras.Input((6,)), layer])
