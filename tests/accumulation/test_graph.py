@@ -5,6 +5,7 @@ Where batches are cut, and in which order the micro-batches are.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
@@ -17,6 +18,7 @@ from keras import layers
 from pipeline.accumulation import Update, accumulate_gradients, micro_batches
 from pipeline.accumulation import update as update_module
 from tests.accumulation.replicas import strategy_on
+from tests.parameters import mostly_slow
 
 EFFECTIVE = 96
 MICRO = 8
@@ -277,7 +279,10 @@ def devices_of(nodes: list[Node]) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "optimizer", [keras.optimizers.AdamW, keras.optimizers.RMSprop]
+    "optimizer",
+    mostly_slow(
+        [keras.optimizers.AdamW, keras.optimizers.RMSprop], [keras.optimizers.AdamW]
+    ),
 )
 def test_a_schedule_is_computed_once_on_the_host_and_waits_for_nothing(
     precision, optimizer
@@ -332,8 +337,13 @@ def reads_for_the_apply(optimizer, xla: bool) -> tuple[Graph, list[Node]]:
 COUNTING = [keras.optimizers.AdamW, keras.optimizers.Nadam]
 
 
-@pytest.mark.parametrize("xla", [True, False])
-@pytest.mark.parametrize("optimizer", COUNTING)
+@pytest.mark.parametrize(
+    ("optimizer", "xla"),
+    mostly_slow(
+        itertools.product(COUNTING, [True, False]),
+        [(keras.optimizers.AdamW, True), (keras.optimizers.Nadam, False)],
+    ),
+)
 def test_what_launching_the_apply_reads_on_the_host_waits_for_no_device(
     precision, optimizer, xla
 ):
@@ -344,7 +354,7 @@ def test_what_launching_the_apply_reads_on_the_host_waits_for_no_device(
         assert devices_of(needed(graph, read)) <= {"CPU:0"}, read.name
 
 
-@pytest.mark.parametrize("optimizer", COUNTING)
+@pytest.mark.parametrize("optimizer", mostly_slow(COUNTING, COUNTING[1:]))
 def test_a_counter_that_waits_for_the_device_is_seen(precision, monkeypatch, optimizer):
     """The control: Keras reads the counter where it computes each variable's step."""
     precision("float32")
@@ -376,7 +386,9 @@ def test_noise_is_keyed_on_the_host_once_an_update():
     assert [node.device[-5:] for node in counters] == ["CPU:0"] * len(noisy)
 
 
-@pytest.mark.parametrize("kind", ["schedule", "function", "variable"])
+@pytest.mark.parametrize(
+    "kind", mostly_slow(["schedule", "function", "variable"], ["schedule"])
+)
 def test_the_rate_is_that_of_keras_to_the_bit(precision, kind):
     """RMSprop's step is Keras' own: variable by variable.
 
