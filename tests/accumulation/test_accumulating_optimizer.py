@@ -150,7 +150,7 @@ def test_parts_of_any_size_in_a_loop(float64, name):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("traced", [True, False])
+@pytest.mark.parametrize("traced", mostly_slow([True, False], [True]))
 def test_schedule_average_decay_and_clipping_are_once_an_update(float64, traced):
     expected = by_whole_batches(all_at_once())
     weights, accumulating = by_parts(all_at_once(), traced=traced)
@@ -179,7 +179,8 @@ def in_fit(
     return model
 
 
-IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [("SGD", 1)], [("Muon", 1)])
+# In `make test`, test_windows.py has a fit.
+IN_FIT = mostly_slow([(name, 1) for name in OPTIMIZERS], [], [("SGD", 1), ("Muon", 1)])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
