@@ -10,6 +10,7 @@ import pytest
 from pipeline.accumulation import NoiseScale
 from pipeline.config import metric_names
 from pipeline.rerun.agreement import compare
+from tests.parameters import mostly_slow
 
 DIMENSIONS = 10_000
 BATCH = 8  # of two micro-batches
@@ -44,7 +45,7 @@ def quadratic(noise_every: int, updates: int, seed: int) -> tuple[list, list]:
     return averages, exact
 
 
-@pytest.mark.parametrize("noise_every", [1, 10])
+@pytest.mark.parametrize("noise_every", mostly_slow([1, 10], [10]))
 def test_it_follows_the_exact_value(noise_every):
     """The former average, of 0.9 a measurement, was 6.5 times too small at update 200.
 
