@@ -184,7 +184,7 @@ BITS = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}
             (3, "float16"),
             (3, "bfloat16"),
         ],
-        [(3, "float64"), (3, "bfloat16")],
+        [(3, "float64")],
     ),
 )
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_replicas_whose_seeds_have_parted_draw_from_one():
         np.testing.assert_array_equal(first, second)
 
 
-@pytest.mark.parametrize("seed", [5, 906691060, 2**31 + 5])
+@pytest.mark.parametrize("seed", mostly_slow([5, 906691060, 2**31 + 5], [2**31 + 5]))
 def test_the_key_of_a_second_call_is_that_of_tensorflow_with_xla_too(seed):
     """It is made of the folded seed, which is negative for 5 and 2³¹ + 5."""
     pair = tf.constant([seed, 0], tf.int64)
