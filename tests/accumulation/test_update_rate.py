@@ -14,7 +14,7 @@ from pipeline.config.resolve import resolve
 from tests.accumulation.one_weight import Outputs, one_weight
 from tests.accumulation.replicas import strategy_on
 
-HORIZON = 120  # updates
+HORIZON = 40  # updates
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,13 @@ def with_a_loss_scale(rate):
     return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(rate))
 
 
-@pytest.mark.parametrize(("make", "devices"), [(with_decay, 1), (with_a_loss_scale, 2)])
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        (with_decay, 1),
+        pytest.param(with_a_loss_scale, 2, marks=pytest.mark.slow),
+    ],
+)
 def test_a_rate_that_counts_its_calls_is_computed_once_an_update(
     float64, make, devices
 ):
