@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation.internals import Objective, Prediction
+from tests.parameters import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("float64")
 EXAMPLES = 7
@@ -53,10 +56,20 @@ def batch_of(kind: str, weighted: bool) -> tuple:
     return tuple(tf.constant(part) for part in batch)
 
 
-@pytest.mark.parametrize("kind", ["vectors", "sequences"])
-@pytest.mark.parametrize("weighted", [False, True])
+REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
+
+
 @pytest.mark.parametrize(
-    "reduction", ["sum_over_batch_size", "sum", "mean_with_sample_weight"]
+    ("reduction", "weighted", "kind"),
+    mostly_slow(
+        itertools.product(REDUCTIONS, [False, True], MODELS),
+        [
+            ("sum_over_batch_size", True, "sequences"),
+            ("sum_over_batch_size", True, "vectors"),
+            ("sum", False, "sequences"),
+            ("mean_with_sample_weight", True, "sequences"),
+        ],
+    ),
 )
 def test_each_loss_is_that_of_the_example_alone(kind, weighted, reduction):
     model = MODELS[kind]()
