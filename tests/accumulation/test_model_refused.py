@@ -19,6 +19,7 @@ from pipeline.accumulation import (
     accumulate_gradients,
 )
 from tests.accumulation.replicas import strategy_on
+from tests.parameters import mostly_slow
 
 X = np.ones((8, 6), "float32")
 Y = np.zeros(8, int)
@@ -137,7 +138,9 @@ def pooled():
     )
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize(
+    "method", mostly_slow(["fit", "evaluate", "predict"], ["predict"])
+)
 def test_ragged_inputs_need_a_cut_by_tokens(method):
     x = tf.ragged.constant([[1, 2], [3], [4, 5, 6, 7]], dtype=tf.int64)
     data = tf.data.Dataset.from_tensor_slices((x, [0, 1, 2])).batch(3)
