@@ -167,7 +167,8 @@ def test_sums_are_float32(precision, policy):
     precision(policy)
     model = keras.Sequential([keras.Input((1,)), layers.Dense(1, use_bias=False)])
     ones = tf.ones((512, 1))
-    sums = accumulate_gradients(model, Outputs(), (ones, ones), 1)
+    accumulate = tf.function(accumulate_gradients, autograph=False)
+    sums = accumulate(model, Outputs(), (ones, ones), 1)
     # A sum of ones in bfloat16, of 8 bits, stays at 256: the mean would be 256/512.
     assert {value.dtype for value in tf.nest.flatten(sums)} == {tf.float32}
     assert np.asarray(sums.gradients()).tolist() == [[[1.0]]]
