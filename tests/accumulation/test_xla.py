@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import keras
 import numpy as np
 import pytest
@@ -160,19 +162,29 @@ def test_it_computes_the_same_and_is_traced_once():
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("jit_compile", mostly_slow([False, True, "auto"], ["auto"]))
-def test_whole_micro_batches_are_compiled_and_a_short_last_one_is_not(gpu, jit_compile):
+@pytest.mark.parametrize(
+    ("jit_compile", "evaluates"),
+    mostly_slow(
+        itertools.product([False, True, "auto"], [False, True]), [("auto", False)]
+    ),
+)
+def test_whole_micro_batches_are_compiled_and_a_short_last_one_is_not(
+    gpu, jit_compile, evaluates
+):
     model = network(Interpreted())
-    update = update_of(model, jit_compile)
-    evaluation = Evaluation(model, update.objective, MICRO, jit_compile=jit_compile)
-    for function in (update, mean_loss_of(evaluation)):
-        step = traced(function)
-        step(*batch(MICRO - 1))
-        if jit_compile is False:
-            continue
-        for size in (MICRO, MICRO + 2):
-            with pytest.raises(NOT_COMPILED):
-                step(*batch(size))
+    function = update_of(model, jit_compile)
+    if evaluates:
+        objective = function.objective
+        function = mean_loss_of(
+            Evaluation(model, objective, MICRO, jit_compile=jit_compile)
+        )
+    step = traced(function)
+    step(*batch(MICRO - 1))
+    if jit_compile is False:
+        return
+    for size in (MICRO, MICRO + 2):
+        with pytest.raises(NOT_COMPILED):
+            step(*batch(size))
 
 
 @pytest.mark.slow
