@@ -20,14 +20,15 @@ from tests.verify.mutations import MUTATIONS
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-QUICK = ["mean_of_means"]
+SOME = ["mean_of_means"]
 NAMES = ["none", *(mutation.__name__ for mutation in MUTATIONS)]
-OTHERS = [name for name in NAMES if name not in QUICK]
+OTHERS = [name for name in NAMES if name not in SOME]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
-    [QUICK, pytest.param(OTHERS, marks=pytest.mark.soak)],
+    [SOME, pytest.param(OTHERS, marks=pytest.mark.soak)],
     ids=["some", "the others"],
 )
 def test_the_command_ends_with_3_for_each_mutation_and_with_0_without_one(
