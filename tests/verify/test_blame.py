@@ -68,6 +68,7 @@ def test_nothing_is_blamed_where_nothing_differs():
     assert fault_of(metrics=[keras.metrics.MeanAbsoluteError()], regularizer="l2") == ""
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_divided_by_its_mean_over_the_batch():
     assert fault_of(OwnLoss(by_its_mean)) == (
         "own_loss (OwnLoss): the gradient of its loss for an example depends on the other examples"
@@ -78,6 +79,7 @@ def test_a_metric_that_alone_differs():
     assert fault_of(metrics=[Last()]) == "the metric last (Last)"
 
 
+@pytest.mark.slow
 def test_a_regularizer_that_alone_differs():
     fault = fault_of(regularizer=Growing())
     assert fault.endswith(
@@ -85,6 +87,7 @@ def test_a_regularizer_that_alone_differs():
     )
 
 
+@pytest.mark.slow
 def test_losses_of_outputs_in_nested_dicts():
     inputs = keras.Input((6,))
     hidden = layers.Dense(4, "tanh")(inputs)
