@@ -42,7 +42,9 @@ _SECRET_PARTS = re.compile(
 # `_ABOUT_SECRETS`, such as SSH_AUTH_SOCK and KEY_TYPE, are excluded, as they only
 # describe a secret. PWD alone does not match: it is the working directory.
 _WORDS = r"(KEY|PASS|PWD|PAT|AUTH|COOKIE|JWT|BEARER|SAS|DSN)S?[0-9]*"
-_SECRET_WORDS = re.compile(rf"_{_WORDS}(_|$)|^{_WORDS}_", re.IGNORECASE)
+_SECRET_WORDS = re.compile(
+    rf"_{_WORDS}(_|$)|^{_WORDS}_|^(?!PWD$){_WORDS}$", re.IGNORECASE
+)
 _ABOUT_SECRETS = re.compile(
     r"_(SOCK|FILE|PATH|DIR|NAME|TYPE|KIND|MODE|METHOD|ALGORITHM|SIZE|LENGTH|VERSION)$",
     re.IGNORECASE,

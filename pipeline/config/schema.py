@@ -375,8 +375,9 @@ class HardwareConfig(_SetOnce):
     # (bytes | text | null) the memory that TensorFlow reserves on each GPU, such as
     # `8GiB`; null: TensorFlow allocates memory as needed
     gpu_memory: Any = field(default=None, metadata=about(Kind.MACHINE))
-    # (bytes | text | null) the memory that a search for the micro-batch size may fill
-    # on a CPU, such as `8GiB`; null: all available memory
+    # (bytes | text | null) the memory of which a search for the micro-batch size may
+    # fill 90% on a CPU, such as `8GiB`; null: the memory of the machine, or the limit
+    # of its control group
     memory: Any = field(default=None, metadata=about(Kind.MACHINE))
     # (auto | fastest | true | false) compile with XLA; auto: on one GPU, as Keras' `fit`
     # does; fastest: if timed updates are faster with it; the decision is recorded

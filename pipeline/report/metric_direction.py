@@ -63,6 +63,7 @@ _COSTS = frozenset(
         *("error", "errors", "err", "mse", "rmse", "mae", "mape", "msle", "rmsle"),
         *("wer", "cer", "ter", "eer", "fpr", "fnr", "fid", "false", "miss"),
         *("entropy", "crossentropy", "divergence", "kl", "kld", "kldivergence"),
+        *("seconds", "bytes"),
         *("hinge", "poisson", "logcosh", "perplexity", "ppl", "bpc", "bpd", "bits"),
     ]
 )

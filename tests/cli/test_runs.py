@@ -20,6 +20,7 @@ from pipeline.cli.runs import ListedRun
 from pipeline.cli.runs import runs as runs_command
 from pipeline.cli.runs_order import Entry, sorted_runs
 from pipeline.common.errors import ConfigError
+from pipeline.report import metric_direction
 from pipeline.run.ending_lines import results_and_times
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
@@ -345,6 +346,10 @@ def test_the_direction_of_a_metric_is_that_of_keep_best():
         names = [run.name for run in sorted_runs(entries, "val/f")]
         assert names[0] == best
         assert names[-1] == "none"
+    # Times and memory are costs.
+    assert metric_direction.lower_by_params("perf/update_seconds", [{}])
+    assert metric_direction.lower_by_params("perf/peak_memory_bytes", [{}])
+    assert not metric_direction.lower_by_params("perf/examples_per_second", [{}])
 
 
 def test_a_filter_selects_runs_as_that_of_reports(several):

@@ -23,6 +23,8 @@ VALUE = "hunter2-hunter2"
         "AWS_ACCESS_KEY_ID",
         "SENTRY_DSN",
         "SERVICE_JWT",
+        "JWT",
+        "DSN",
         "myApiKeyProd",
         "API_KEY",
         "MY_TOKEN_FILE",
