@@ -29,7 +29,14 @@ def parts_of(error):
         raise error
 
     journal = SimpleNamespace(uri="sqlite:///x")
-    tracker = SimpleNamespace(begun=True, end=end, run_dir=Path("run"), journal=journal)
+    tracker = SimpleNamespace(
+        begun=True,
+        end=end,
+        run_dir=Path("run"),
+        journal=journal,
+        updates_done=0,
+        has_model=False,
+    )
     progress = SimpleNamespace(close=lambda: None)
     return tracker, SimpleNamespace(progress=progress, fetch=lambda: None)
 
