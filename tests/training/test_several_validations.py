@@ -53,7 +53,7 @@ class Looks(keras.callbacks.Callback):
 
 def with_dropout(rate: float) -> list[layers.Layer]:
     """Return layers that draw noise at each update, and begin with the same weights."""
-    keras.utils.set_random_seed(1)  # the layers draw their seeds as they are made
+    keras.utils.set_random_seed(0)  # the layers draw their seeds as they are made
     return [layers.Dense(4), layers.Dropout(rate)]
 
 
