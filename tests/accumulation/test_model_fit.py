@@ -45,7 +45,10 @@ def fitted_by_keras(name):
     """Return a plain fit, which also validates."""
     make, data, compiled = CASES[name]
     validation = {"validation_data": data, "validation_batch_size": N}
-    return trained(build(make), eager(compiled), data, **validation)
+    # Keras weighs the losses of several outputs in another way if it runs eagerly.
+    if not name.startswith("two"):
+        compiled = eager(compiled)
+    return trained(build(make), compiled, data, **validation)
 
 
 @pytest.mark.parametrize(
