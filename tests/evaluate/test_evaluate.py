@@ -239,7 +239,7 @@ def test_by_its_id_a_run_is_read_from_the_store(made, made_by_id):
 def test_another_evaluation_under_the_same_name_is_refused(made_by_id):
     answer = made_by_id["same name"]
     assert answer["status"] == 2
-    assert "--name must be another name" in answer["err"]
+    assert "--name must be a new name" in answer["err"]
     assert answer["changed"] == []
 
 
