@@ -347,7 +347,7 @@ def test_predictions_have_a_row_for_each_example(made_wider):
 
 
 @pytest.mark.slow
-def test_predictions_go_on_after_a_kill(made, tmp_path):
+def test_predictions_go_on_after_a_kill(made, made_wider, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(made.folder, folder, ignore=shutil.ignore_patterns("*.parquet"))
     line = ("predict", "run@best", "--split", "test", "--out", "out.parquet")
