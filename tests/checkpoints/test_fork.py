@@ -202,6 +202,11 @@ def test_what_no_run_can_begin_with_is_rejected(folder):
         "start.run must be one run directory, or the start of the ID of one run whose "
         f"directory lies below {folder}. Received: "
     )
+    has_journal = one_run.replace(
+        ". Received",
+        ". A run directory has a journal.jsonl: a run that was killed before it began "
+        "has none, so train it again. Received",
+    )
     must_fit = "the checkpoint must fit the model, whose "
     horizon = "training must have a horizon beyond the "
     rule_by_start = {
@@ -210,7 +215,7 @@ def test_what_no_run_can_begin_with_is_rejected(folder):
         "nowhere@7": f"{one_run}'nowhere'.",
         "12345678": f"{one_run}'12345678'.",
         "1e10": f"{one_run}'1e10'.",
-        "empty": f"{one_run}'empty'.",
+        "empty": f"{has_journal}'empty'.",
         "none": "start.run must be a run with a checkpoint: "
         "see training.checkpoint_every. Received: 'none'.",
         "torn@40": "the checkpoint torn/checkpoints/40 must not be damaged "

@@ -413,7 +413,7 @@ CONFIG = {
         "dataset.validations.examples_seen must have another name: …"
     ),
     "train 'dataset.validations={loss: test}'": (
-        "dataset.validations.loss must have another name, …"
+        "dataset.validations.loss must have another name: …"
     ),
     "train 'dataset.validations={a-b: test}'": (
         "dataset.validations.a-b must have a plain word as its name: letters, digits "
