@@ -30,7 +30,7 @@ from pipeline.config.resolve import FUSED_ATTENTION, XLA_LENGTHS, RunSpec
 from pipeline.config.schema import Config
 from pipeline.config.sizes import EFFECTIVE, FACTOR, HORIZONS, TOKENS
 from pipeline.config.stages import CLOCK
-from pipeline.tracking import horizons, provenance
+from pipeline.tracking import horizons, provenance, resumed_settings
 from pipeline.tracking.journal_file import (
     CONFIG_RECORD,
     DATASET_RECORD,
@@ -62,7 +62,9 @@ class Continuation:
         past: the state of the run according to its journal, which is locked.
         checkpoint: the checkpoint from which the run continues. None if the run has no
             usable checkpoint, or is finished.
-        changes: one line per change of the config.
+        changes: one line per change of the config since the last segment.
+        settings: the settings that differ from those with which the run began; see
+            `resumed_settings`.
         finished: whether there is nothing left to train.
     """
 
@@ -72,6 +74,7 @@ class Continuation:
     past: LockedPast
     checkpoint: Checkpoint | None
     changes: list[str] = field(default_factory=list)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     finished: bool = False
 
     @property
@@ -224,14 +227,17 @@ def _continuation(
     run_dir: Path, key: str, spec: RunSpec, past: LockedPast, required: bool
 ) -> Continuation:
     lines: list[str] = []
+    settings: dict[str, Any] = {}
     recorded = None
     # A run that was killed while it was described has its config already.
     if past.described or (run_dir / CONFIG_RECORD).exists():
         in_force = horizons.of_run(past.start, past.resumed)
         first = recorded_config.read(run_dir, past, key)
         recorded = horizons.with_last(first, in_force)
+        recorded = resumed_settings.with_last(recorded, past.resumed)
         spec = _with_recorded_choices(spec, recorded, past)
         lines = changes(recorded, spec, past)
+        settings = resumed_settings.changed(first, spec.recorded, _schema_values())
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
             if required:
                 rule = (
@@ -252,7 +258,7 @@ def _continuation(
         raise _no_checkpoint(run_dir, key, past, most)
     if recorded is not None:
         _check_rows_stay_true(recorded, spec, past, latest, run_dir, key)
-    return Continuation(run_dir, key, spec, past, latest, lines)
+    return Continuation(run_dir, key, spec, past, latest, lines, settings)
 
 
 def _check_rows_stay_true(
@@ -449,7 +455,7 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
     values_then = leaves(recorded)
     values_now = leaves(spec.recorded)
     # Use the schema's default for a key that the recorded config lacks.
-    defaults = _schema_defaults()
+    defaults = leaves(_schema_values())
     new_keys = [key for key in values_now if key not in values_then]
     lines = []
     for key in [*values_then, *new_keys]:
@@ -465,8 +471,9 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
 
 
 @cache
-def _schema_defaults() -> dict[str, Any]:
-    return leaves(plain(OmegaConf.structured(Config)))
+def _schema_values() -> dict[str, Any]:
+    """Return the schema's default of each key that has one, as a plain config."""
+    return plain(OmegaConf.structured(Config))
 
 
 def _check_store(uri: str, past: Past) -> None:

@@ -21,7 +21,7 @@ from pipeline.launch import recorded_job
 from pipeline.rerun import adapted_config, agreement, last_horizon, recorded_run
 from pipeline.rerun.recorded_run import RecordedRun
 from pipeline.rerun.request import Request, parse_command_line
-from pipeline.tracking import provenance
+from pipeline.tracking import provenance, resumed_settings
 from pipeline.tracking.foreign_store import ForeignStore, SweepRecord
 from pipeline.trust.artifact_locations import confined
 from pipeline.trust.gate import Gate, check_config, strict
@@ -123,6 +123,7 @@ class Rerun:
         now = provenance.environment(Path())
         lines = provenance.differences(self.recorded.environment, now)
         lines += provenance.changes_of_code(self.recorded.segments)
+        lines += resumed_settings.differences(self.recorded.segments)
         for line in lines:
             say(f"  differs: {line}")
 

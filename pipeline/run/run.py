@@ -359,7 +359,14 @@ def _begin(job: _Job) -> None:
         )
         lines = description.first_lines(parts)
     else:
-        tracker.resume(job.before.past, updates, spec, parts.data, parts.record.dataset)
+        tracker.resume(
+            job.before.past,
+            updates,
+            spec,
+            parts.data,
+            parts.record.dataset,
+            job.before.settings,
+        )
         lines = job.before.messages(callbacks)
     say(f"{parts.devices.description}; {parts.plan}", *lines)
 

@@ -166,6 +166,7 @@ class Tracker:
         spec: RunSpec,
         data: Data,
         dataset: dict[str, Any],
+        settings: Mapping[str, Any],
     ) -> None:
         """Resume a run. Rows that its journal already has are not written again.
 
@@ -175,8 +176,12 @@ class Tracker:
             spec: the spec of the run.
             data: the data of the run.
             dataset: the record of the data; see `provenance.dataset`.
+            settings: the settings that differ from those with which the run began; see
+                `resumed_settings`.
         """
         segment = self._segment(after, spec)
+        if settings:
+            segment["settings"] = dict(settings)
         interruptions = list(past.interruptions)
         if past.last_time is not None:
             interruptions.append((past.last_time, time.time_ns() // 10**6))

@@ -228,6 +228,29 @@ def test_a_longer_horizon(tmp_path):
 
 
 @pytest.mark.slow
+def test_changed_settings_are_recorded_with_their_segment(tmp_path):
+    folder = folder_of(tmp_path)
+    interrupted(folder, 9, 15, *RUN)
+    every = "training.evaluate_every=3"
+    said = pipeline("resume", "run", every, cwd=folder, status=143, AT="17", BY="15")
+    assert "training.evaluate_every 3 (was 5)" in said.stderr
+    (_, segment) = json.loads((folder / "run" / "segments.json").read_text())
+    assert segment["settings"] == {"training.evaluate_every": 3}
+
+    # Without the override, the run has its first value again, and says so.
+    said = pipeline("resume", "run", cwd=folder).stderr
+    assert "training.evaluate_every 5 (was 3)" in said
+    (*_, segment) = json.loads((folder / "run" / "segments.json").read_text())
+    assert "settings" not in segment
+    run_id = Store(folder).run().info.run_id
+    rerun = pipeline("rerun", "--dry", run_id, "--allow", "mine", cwd=folder)
+    assert (
+        "the run was resumed after update 9 with other values of "
+        "training.evaluate_every; the rerun uses the first values" in rerun.stderr
+    )
+
+
+@pytest.mark.slow
 def test_what_a_callback_has_ended_does_not_go_on(tmp_path):
     folder = folder_of(tmp_path)
     # A loss that would have to fall by 100.
