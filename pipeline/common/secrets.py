@@ -36,8 +36,10 @@ _SECRET_FILE = re.compile(
 )
 # Matches a part of the name of an environment variable that holds a secret.
 _SECRET_PARTS = re.compile(
-    r"TOKEN|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY", re.IGNORECASE
+    r"TOKEN(?!IZ)|SECRET|PASSW(OR)?D|PASSPHRASE|CREDENTIAL|APIKEY", re.IGNORECASE
 )
+# Matches the name of a variable that may hold a number of tokens, such as MAX_TOKENS.
+_TOKENS = re.compile(r"TOKENS(_|$)", re.IGNORECASE)
 # Matches a whole word in such a name, such as MY_KEY_PROD. Names that match
 # `_ABOUT_SECRETS`, such as SSH_AUTH_SOCK and KEY_TYPE, are excluded, as they only
 # describe a secret. PWD alone does not match: it is the working directory.
@@ -102,7 +104,7 @@ def mask(text: str) -> str:
 
     values = set(_remembered)
     for name, value in os.environ.items():
-        if _names_secret(name):
+        if _names_secret(name) and not _is_token_count(name, value):
             values.add(value)
     secrets: set[str] = set()
     for value in values:
@@ -120,6 +122,14 @@ def _names_secret(variable: str) -> bool:
     if _ABOUT_SECRETS.search(variable):
         return False
     return _SECRET_WORDS.search(variable) is not None
+
+
+def _is_token_count(variable: str, value: str) -> bool:
+    """Return whether the value of an environment variable is a number of tokens.
+
+    The same number may be the value of a config key, which has to stay readable.
+    """
+    return _TOKENS.search(variable) is not None and value.strip().isdecimal()
 
 
 def _forms(value: str) -> set[str]:

@@ -28,6 +28,7 @@ VALUE = "hunter2-hunter2"
         "myApiKeyProd",
         "API_KEY",
         "MY_TOKEN_FILE",
+        "API_TOKENS",
     ],
 )
 def test_the_value_is_masked(monkeypatch, name):
@@ -49,9 +50,21 @@ def test_the_value_is_masked(monkeypatch, name):
         "SORT_KEY_NAME",
         "COMPASS_MODE",
         "XAUTHORITY",
+        "TOKENIZER_DIR",
     ],
 )
 def test_another_value_is_not(monkeypatch, name):
     """Its text may be that of a config, which has to stay readable."""
     monkeypatch.setenv(name, VALUE)
     assert mask(f"a: {VALUE}") == f"a: {VALUE}"
+
+
+@pytest.mark.parametrize("name", ["MAX_TOKENS", "TOKENS_PER_BATCH"])
+def test_a_number_of_tokens_is_not_a_secret(monkeypatch, name):
+    monkeypatch.setenv(name, "100000")
+    assert mask("shuffle_buffer: 100000") == "shuffle_buffer: 100000"
+
+
+def test_a_secret_that_is_a_number_is_masked(monkeypatch):
+    monkeypatch.setenv("DEVICE_TOKEN", "100000")
+    assert mask("100000") == HIDDEN
