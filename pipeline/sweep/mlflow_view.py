@@ -124,7 +124,11 @@ def description(
         "",
     ]
     if not result_table:
-        lines += ["The results will appear here when the sweep has ended.", _END]
+        lines += [
+            "The results will appear here when all jobs have ended. Until then: "
+            f"`pipeline report {parent.run_id}`",
+            _END,
+        ]
         return "\n".join(lines)
 
     header, *rows = [_markdown_row(cells) for cells in result_table]

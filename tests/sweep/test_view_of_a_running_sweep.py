@@ -71,7 +71,7 @@ def test_a_description_keeps_what_a_user_wrote_around_it(sweep):
     mlflow_view.announce(sweep.planned, threading.Event())
     written = note_of(sweep)
     assert written.startswith("[Compare the runs of this sweep]")
-    assert "will appear here when the sweep has ended" in written
+    assert "will appear here when all jobs have ended" in written
 
     sweep.client.set_tag(sweep.run_id, NOTE, f"Mine first.\n\n{written}\nMine last.")
     sweep.job(sweep.names[0], {"train/loss": [2.0, 1.0]})
