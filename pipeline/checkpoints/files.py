@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.common.durable import sync
-from pipeline.common.errors import ConfigError, described, first_line, say
+from pipeline.common.errors import ConfigError, described, first_line, no_space, say
 from pipeline.common.recorded import FormError, read
 from pipeline.config.plan import RunPlan
 from pipeline.tracking.journal_file import Position
@@ -328,8 +328,15 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
 
         If the checkpoint is missing or damaged, print a message and return None.
         """
+        folder = self.folder / BEST
+        if not (folder / str(update)).is_dir():
+            say(
+                f"the best checkpoint, that of update {update}, does not exist: the "
+                "last weights are used instead"
+            )
+            return None
         try:
-            return at(self.folder / BEST, update)
+            return at(folder, update)
         except ConfigError as error:
             say(str(error))
             return None
@@ -370,7 +377,7 @@ class Checkpoints(AbstractContextManager["Checkpoints"]):
             # Do not raise the error, so that training continues without the checkpoint.
             # The disk may be full, for example.
             _remove(incomplete)
-            reason = described(error)
+            reason = no_space(error) or described(error)
             say(f"the checkpoint of update {update} was not written: {reason}")
             return
         if announcement:

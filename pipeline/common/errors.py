@@ -303,6 +303,16 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def no_space(error: BaseException) -> str:
+    """Return the cause of an exception if a disk is full; otherwise an empty text.
+
+    TensorFlow and `shutil` wrap the error of the operating system in errors of their
+    own, whose messages name their temporary files.
+    """
+    cause = os.strerror(errno.ENOSPC)
+    return cause if cause in str(error) else ""
+
+
 @contextmanager
 def exits_as_failures() -> Iterator[None]:
     """Raise a `RunError` if the user's code in the block calls `exit`.

@@ -26,6 +26,7 @@ from pipeline.common.errors import (
     count,
     exits_as_failures,
     first_line,
+    no_space,
     say,
     say_id,
 )
@@ -558,5 +559,6 @@ def _log_model(parts: Parts, tracker: Tracker, update: int | None) -> None:
             parts.spec.config.tracking.register,
         )
     except Exception as error:  # The run is valid without a logged model.
-        tracker.model_not_logged(first_line(error))
-        say(f"the model was not logged: {first_line(error)}")
+        reason = no_space(error) or first_line(error)
+        tracker.model_not_logged(reason)
+        say(f"the model was not logged: {reason}")
