@@ -552,4 +552,7 @@ def _lock_to_write(
 ) -> None:
     """Lock a journal as its writer; raise a ConfigError if another process has."""
     if not lock(descriptor, WRITER, seconds):
-        raise ConfigError(key, "is still running", str(run_dir))
+        rule = "is still running"
+        if key.startswith("hydra."):
+            rule = "must not be the directory of a run that is still running"
+        raise ConfigError(key, rule, str(run_dir))

@@ -155,6 +155,9 @@ def test_one_writer_until_it_dies(tmp_path):
             Past.read(tmp_path)
         with pytest.raises(ConfigError, match="is still running"):
             LockedPast.open(tmp_path)
+        rule = "hydra.run.dir must not be the directory of a run that is still running"
+        with pytest.raises(ConfigError, match=rule):
+            LockedPast.open(tmp_path, "hydra.run.dir")
         start = Past.read(tmp_path, running=True).start
         assert start == journal_lines.parsed(START).start
         process.kill()
