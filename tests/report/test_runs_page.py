@@ -424,8 +424,7 @@ def stored_run(store, losses: np.ndarray) -> str:
     points = []
     for update, loss in enumerate(losses, start=1):
         points.append(Metric("train/loss", float(loss), update, update))
-    for start in range(0, len(points), synthetic.MOST):
-        client.log_batch(run_id, points[start : start + synthetic.MOST])
+    synthetic.log_points(store, run_id, points)
     return run_id
 
 
