@@ -2,9 +2,9 @@
 
 A causal transformer of 11 million weights predicts the next byte, in bfloat16. Padding,
 which is at the end, has sample weights of zero. The lengths are log-normal, up to 512,
-and an effective batch has 256 texts. If it is cut by examples, it is padded to its
-longest text, and has 16 micro-batches. The limit of tokens is what the largest of these
-micro-batches has.
+and an effective batch has 256 texts. If it is cut by examples, it is padded to the
+longest of all texts, since attention is fused only if the length is known during
+tracing, and has 16 micro-batches. The limit of tokens is what each of these has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -58,7 +59,7 @@ def texts(by_tokens: bool, xla: bool, fused: bool, tiny: bool) -> Iterator[Figur
     machine = gpu_device.setup("bfloat16")
     case = TINY_CASE if tiny else CASE
     network = TINY_NETWORK if tiny else NETWORK
-    effective_batches = _effective_batches(case)
+    effective_batches = effective_batches_of(case)
     limits = _limits(case, effective_batches, by_tokens, xla)
     model = _build(case, network)
     step = _updates(model, effective_batches, limits, xla, fused)
@@ -111,7 +112,7 @@ def texts(by_tokens: bool, xla: bool, fused: bool, tiny: bool) -> Iterator[Figur
     )
 
 
-def _effective_batches(case: Case) -> list[Texts]:
+def effective_batches_of(case: Case) -> list[Texts]:
     in_order = read(case)
     starts = range(0, len(in_order), case.effective)
     return [in_order[start : start + case.effective] for start in starts]
@@ -123,13 +124,13 @@ def _limits(
     """Return the arguments of `Update` that say how an effective batch is cut."""
     if not by_tokens:
         return {"micro_batch_size": case.micro}
+    limits: dict[str, Any] = {
+        "micro_batch_tokens": case.micro * _longest(effective_batches),
+        "pad_multiple": MULTIPLE,
+    }
     lengths = []
     for batch in effective_batches:
         lengths += [token_count([tokens]) for tokens in batch]
-    limits: dict[str, Any] = {
-        "micro_batch_tokens": case.micro * padded(max(lengths)),
-        "pad_multiple": MULTIPLE,
-    }
     if xla:
         limits["xla_lengths"] = choose_xla_lengths(lengths, XLA_LENGTHS, MULTIPLE)
     return limits
@@ -166,7 +167,7 @@ def _updates(
         **limits,
     )
     by_tokens = "micro_batch_tokens" in limits
-    batches = iter(_endless(effective_batches, by_tokens))
+    batches = iter(endless(effective_batches, by_tokens))
 
     @tf.function(autograph=False)
     def step(batches: Iterator[Any]) -> dict[str, tf.Tensor]:
@@ -175,17 +176,21 @@ def _updates(
     return lambda: step(batches)
 
 
-def _endless(effective_batches: Sequence[Texts], by_tokens: bool) -> tf.data.Dataset:
-    """Return a dataset that repeats the effective batches, from the host's memory."""
+def endless(effective_batches: Sequence[Texts], by_tokens: bool) -> tf.data.Dataset:
+    """Return a dataset that repeats the effective batches, from the host's memory.
+
+    They are ragged if they are cut by tokens. Otherwise, all have the same length.
+    """
     as_batch: Callable[[Texts], tuple[Any, ...]]
     if by_tokens:
         as_batch = text.ragged_batch
         tokens = tf.RaggedTensorSpec([None, None], tf.int32)
         signature: tuple[Any, ...] = (tokens, tokens)
     else:
-        as_batch = text.padded_batch
-        tokens = tf.TensorSpec([None, None], tf.int32)
-        signature = (tokens, tokens, tf.TensorSpec([None, None], tf.float32))
+        length = _longest(effective_batches)
+        as_batch = partial(text.padded_batch, length=length)
+        tokens = tf.TensorSpec([None, length], tf.int32)
+        signature = (tokens, tokens, tf.TensorSpec([None, length], tf.float32))
     with tf.device("CPU:0"):
         batches = [as_batch(batch) for batch in effective_batches]
         data = tf.data.Dataset.from_generator(
@@ -201,13 +206,17 @@ def _positions(
     by_tokens: bool,
 ) -> int:
     """Return how many positions are computed for all effective batches."""
-    positions = 0
+    if not by_tokens:
+        return len(effective_batches) * case.effective * _longest(effective_batches)
+    return sum(int(step()["positions"]) for _ in effective_batches)
+
+
+def _longest(effective_batches: Sequence[Texts]) -> int:
+    """Return the padded length of the longest text."""
+    longest = 0
     for batch in effective_batches:
-        if by_tokens:
-            positions += int(step()["positions"])
-        else:
-            positions += case.effective * padded(max(map(len, batch)) - 1)
-    return positions
+        longest = max(longest, *(token_count([tokens]) for tokens in batch))
+    return padded(longest)
 
 
 def _subject(by_tokens: bool, xla: bool, fused: bool) -> str:

@@ -285,10 +285,15 @@ def ragged_batch(texts: Texts) -> tuple[Any, Any]:
     return x, y
 
 
-def padded_batch(texts: Texts) -> tuple[Any, Any, Any]:
-    """Return inputs, labels and the weights of positions."""
+def padded_batch(texts: Texts, length: int | None = None) -> tuple[Any, Any, Any]:
+    """Return inputs, labels and the weights of positions.
+
+    They are padded to `length`; by default, to the longest text.
+    """
     x, y = ragged_batch(texts)
-    shape = [len(texts), padded(int(x.bounding_shape()[1]))]
+    if length is None:
+        length = padded(int(x.bounding_shape()[1]))
+    shape = [len(texts), length]
     weights = tf.ones_like(y, tf.float32).to_tensor(shape=shape)
     return x.to_tensor(shape=shape), y.to_tensor(shape=shape), weights
 

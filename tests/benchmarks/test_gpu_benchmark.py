@@ -16,10 +16,12 @@ import psutil
 import pytest
 import tensorflow as tf
 
-from benchmarks import children, gpu, keras_models
+from benchmarks import children, gpu, gpu_texts, keras_models
 from benchmarks.gpu_comparisons import COMPARISONS, MemoryUse, Trained
 from benchmarks.workloads import on_gpu
 from pipeline.accumulation import training_flops
+from pipeline.accumulation.internals import why_attention_is_not_fused
+from pipeline.components.model import decoder
 from tests.running import ROOT
 
 TIMED = {
@@ -122,6 +124,15 @@ def test_every_part_has_its_figures(tmp_path):
     for row, figure in zip(rows, figures, strict=True):
         assert row.startswith(figure["part"])
         assert figure["what"] in row
+
+
+def test_the_attention_of_texts_that_are_cut_by_examples_can_be_fused(precision):
+    precision("mixed_bfloat16")
+    case = gpu_texts.TINY_CASE
+    effective_batches = gpu_texts.effective_batches_of(case)
+    batches = gpu_texts.endless(effective_batches, by_tokens=False)
+    model = decoder(classes=257, length=case.longest, width=16, blocks=1, heads=2)
+    assert why_attention_is_not_fused(model, batches.element_spec, case.micro) == [""]
 
 
 @pytest.mark.slow
