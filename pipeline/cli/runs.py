@@ -275,11 +275,13 @@ class _Shipped:
         run_id: the ID of the run, or "" if no store is known to have it.
         absent: whether the store does not have the run, or does not exist.
         lacking: the number of updates whose rows the store lacks, or None if unknown.
+        lacks_end: whether the store lacks the status of the run, which is shipped last.
     """
 
     run_id: str
     absent: bool
     lacking: int | None
+    lacks_end: bool = False
 
 
 @dataclass(frozen=True)
@@ -394,11 +396,13 @@ class _Stored:
         run_id = run.info.run_id
         # The status is shipped last, so a run that has it is complete. After a resume,
         # it may be the status of an earlier segment.
-        if not summary.resumes and run.info.status == (summary.status or "KILLED"):
+        lacks_end = run.info.status != (summary.status or "KILLED")
+        if not summary.resumes and not lacks_end:
             return _Shipped(run_id, False, 0)
         client = ForeignStore(self.uri).client()
         points = client.get_metric_history(run_id, "train/loss")
-        return _Shipped(run_id, False, max(0, summary.updates - len(points)))
+        lacking = max(0, summary.updates - len(points))
+        return _Shipped(run_id, False, lacking, lacks_end)
 
     def command_of_sweep(self, run_dir: Path, summary: JournalSummary) -> str:
         """Return the command that runs the unfinished jobs of a run's sweep.
@@ -487,7 +491,7 @@ def _local_run(
         status = "running"
     else:
         shipped = stored.shipped(summary)
-        if shipped.absent or shipped.lacking:
+        if shipped.absent or shipped.lacking or shipped.lacks_end:
             sync = stored.sync_command(run_dir, summary)
         next_command = sync
         has_checkpoint = files.are_in(run_dir / "checkpoints")
@@ -587,6 +591,8 @@ def _missing(run: ListedRun) -> str:
         return "absent from the store"
     if run.not_shipped:
         return f"{count(run.not_shipped, 'update')} not in the store"
+    if not run.absent:
+        return "its end is not in the store"
     return "not in the store"
 
 

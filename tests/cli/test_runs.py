@@ -272,6 +272,17 @@ def test_a_resumed_run_is_not_complete_by_the_status_of_an_earlier_segment(tmp_p
     assert missing == {"once": 0, "resumed": 1}
 
 
+def test_a_run_whose_end_is_not_in_the_store_is_not_complete(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    for name, status in (("complete", "FINISHED"), ("open", "RUNNING")):
+        run_id = stored(client, name, 1_000, status, 4)
+        planted(tmp_path, name, 1_000, run_id, "FINISHED")
+    listed = pipeline("runs", cwd=tmp_path)
+    commands = [line for line in listed.stdout.splitlines() if "sync" in line]
+    assert commands == ["    its end is not in the store: pipeline sync open"]
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
     """A folder with runs of 2, 4 and 6 updates, in this order; one is elsewhere."""
