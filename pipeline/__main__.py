@@ -149,7 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quiet",
         action="store_true",
-        help="with any verb: print only errors and the run's ID",
+        help="with any verb: print only errors and the run's ID; runs and evaluate "
+        "still print their results",
     )
     return parser
 

@@ -347,6 +347,37 @@ def test_every_option_is_one_of_the_verb(verb, capsys):
                 assert re.search(rf"{word}\b", printed), line
 
 
+def options_in_the_table() -> list[tuple[str, str]]:
+    """Return the verbs and options in the table of options, without `--quiet`."""
+    page = PAGES["docs/command_line.md"]
+    table = page.split("## Options")[1].split("\n\n")[1]
+    rows = []
+    for line in table.splitlines()[2:]:
+        names, verbs, _ = re.split(r" *(?<!\\)\| *", line.strip("| "), maxsplit=2)
+        if verbs == "all":
+            continue
+        listed = re.findall(r"`(\w+)", verbs)
+        if verbs.startswith("all but"):
+            listed = [verb for verb in VERBS if verb not in listed]
+        for verb in listed:
+            rows += [(verb, option) for option in re.findall(r"--[\w-]+", names)]
+    return rows
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_has_the_options_in_the_table(verb, capsys):
+    if verb == "train":
+        assert main([verb, "--help"]) == 0
+    else:
+        with pytest.raises(SystemExit, match="0"):
+            main([verb, "--help"])
+    printed = capsys.readouterr().out
+    options = [option for name, option in options_in_the_table() if name == verb]
+    assert options or verb == "resume"
+    for option in options:
+        assert re.search(rf"{option}\b", printed), option
+
+
 @pytest.mark.slow
 def test_the_sums_beside_the_sizes_are_right():
     text = PAGES["docs/configuration.md"]

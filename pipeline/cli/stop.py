@@ -24,14 +24,15 @@ _INTERVAL = 0.2  # seconds between two checks whether a run has ended
 def stop(arguments: Sequence[str]) -> int:
     """End RUN between two updates, with a checkpoint from which it can be resumed.
 
-    A process on this machine gets SIGTERM. Otherwise, the run gets the tag `stop` in
-    its store.
+    With training.checkpoint_every=null, there is no checkpoint. A process on this
+    machine gets SIGTERM. Otherwise, the run gets the tag `stop` in its store.
     """
     parser = Parser(prog="pipeline stop", description=stop.__doc__, allow_abbrev=False)
     parser.add_argument(
         "run",
         metavar=RUN,
-        help="a run directory, or the start of the ID of a run or a sweep",
+        help="a run directory, the folder of a sweep, or the start of the ID of a run or "
+        "a sweep",
     )
     parser.add_argument(
         "--config-dir",

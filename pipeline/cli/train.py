@@ -163,7 +163,7 @@ def _sweep_parser(files: Any) -> Parser:
         "--again",
         metavar="SWEEP",
         help="run only the jobs of SWEEP that have not finished; the folder of a sweep, "
-        "or the start of its ID",
+        "the start of its ID, the name of its run, or NAME for the newest one",
     )
     parser.add_argument(
         "--allow",

@@ -49,7 +49,8 @@ def text(arguments: Sequence[str]) -> str:
         if len(choices) > 1:
             groups += _wrapped(f"{group}: {', '.join(choices)}", 2)
     sections = [
-        "usage: pipeline train [-h] [-m] [--cfg job] [--config-dir DIR] [overrides]",
+        "usage: pipeline train [-h] [-m] [--cfg job] [--config-dir DIR] "
+        "[--config-name NAME]\n                      [overrides]",
         "Train one run, or with -m every job of a Hydra multirun.",
         "\n".join(["Keys to begin with, and their values:", *first_keys]),
         "\n".join(["Config groups: GROUP=CHOICE replaces a whole group.", *groups]),

@@ -23,7 +23,10 @@ _PATIENCE = 10.0  # seconds for the server's processes to end
 
 
 def ui(arguments: Sequence[str]) -> int:
-    """Serve MLflow's UI for the configured store, until Ctrl-C or SIGTERM."""
+    """Serve MLflow's UI for the configured store, until Ctrl-C or SIGTERM.
+
+    For a store that is a server, only print its address.
+    """
     parser = Parser(
         prog="pipeline ui",
         description=ui.__doc__,
@@ -37,8 +40,15 @@ def ui(arguments: Sequence[str]) -> int:
         default="5000",
         help="the port on 127.0.0.1 to listen on; default 5000",
     )
+    parser.add_argument(
+        "--config-dir",
+        "-cd",
+        metavar="DIR",
+        help="a folder with config groups of your own",
+    )
     options, overrides = parser.parse_known_args(list(arguments))
-    uri = compose.composed(overrides).tracking.uri
+    config_dir = ["--config-dir", options.config_dir] if options.config_dir else []
+    uri = compose.composed([*config_dir, *overrides]).tracking.uri
     if not options.port.isdecimal() or int(options.port) not in PORTS:
         raise ConfigError("--port", "must be from 1 to 65535", options.port)
     port = int(options.port)

@@ -233,7 +233,7 @@ class AccumulationConfig(_SetOnce):
     factor: int | None = field(default=None, metadata=about(Kind.CUT))
     # (int | auto | auto_fastest | null) examples per forward and backward pass on one
     # replica; null: derived from `effective_batch_size` and `factor`; auto: the
-    # largest that fits; auto_fastest: the fastest that fits
+    # largest that fits; auto_fastest: the smallest with 98% of the best speed
     micro_batch_size: Any = field(default=None, metadata=about(Kind.CUT))
     # tokens per forward and backward pass on one replica, padding included; set instead
     # of `factor`; see docs/accumulation.md

@@ -47,7 +47,7 @@ def add_arguments(parser: Parser) -> None:
         "overrides",
         nargs="*",
         default=[],
-        help=f"overrides of {', '.join(_ALLOWED)}",
+        help=f"overrides of {', '.join(_ALLOWED)}, except {' and '.join(_ONE_REPLICA)}",
     )
 
 

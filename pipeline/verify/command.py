@@ -41,7 +41,7 @@ COARSE = 1e-2  # relative bound above which a comparison shows little
 
 _DESCRIPTION = (
     "Check, for a config, that accumulation equals the large batch; "
-    "the arguments are those of `pipeline train`."
+    "the overrides are those of `pipeline train`."
 )
 _LARGEST_METRIC = 1e300  # replaces infinity, which a store may not accept
 
@@ -127,7 +127,12 @@ def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="DIR",
         help="a folder with config groups of your own",
     )
+    parser.add_argument(
+        "--config-name", "-cn", metavar="NAME", help="name of your own config"
+    )
     options, overrides = parser.parse_known_args(list(arguments))
+    if options.config_name:
+        overrides = ["--config-name", options.config_name, *overrides]
     if options.config_dir:
         overrides = ["--config-dir", options.config_dir, *overrides]
     return options, overrides
