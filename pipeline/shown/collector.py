@@ -122,7 +122,11 @@ class Collector:
         observation = tf.nest.map_structure(lambda leaf: leaf.numpy(), observation)
         self._count(observation)
         if self.plan.settings.examples:
-            self._keep(first, int(examples_in(inputs)), inputs, observation)
+            # If examples differ in shape or are padded, a worker reads whole batches,
+            # but observes only its share of them.
+            rows = [len(leaf) for leaf in tf.nest.flatten(observation)]
+            count = min([int(examples_in(inputs)), *rows])
+            self._keep(first, count, inputs, observation)
 
     def _count(self, observation: Observation) -> None:
         """Add the positions of a batch to the matrix and the curve."""

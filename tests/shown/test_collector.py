@@ -240,6 +240,28 @@ def test_a_worker_shows_its_share():
         np.testing.assert_array_equal(example.shown_input, x[example.index])
 
 
+def test_the_first_worker_shows_its_share_of_batches_that_it_has_read_whole():
+    """Padded batches are read whole, and the first worker observes their first half."""
+    x, y = sparse_data()
+    goal = Objective(cross_entropy())
+    model = identity()
+    plan = make_plan(Settings(), goal, tf.constant(y), {"": model(x)}, NUMBERS)
+    show = Show(plan, None, None)
+    observer = Observer(goal, has_losses=True)
+    evaluation = Evaluation(model, goal, micro_batch_size=4, observe=observer)
+
+    for first, end in ((0, 6), (6, EXAMPLES)):
+        batch = (tf.constant(x[first:end]), tf.constant(y[first:end]))
+        _, observation = evaluation.observed(batch)
+        share = tf.nest.map_structure(lambda leaf: leaf[:3], observation)
+        show.add(batch, share)
+
+    assert indices_of(show.collected.fixed) == [0, 1, 2, 6, 7, 8]
+    assert set(indices_of(show.collected.worst)) == {0, 1, 2, 6, 7, 8}
+    for example in show.collected.worst:
+        np.testing.assert_array_equal(example.shown_input, x[example.index])
+
+
 def plan_of(loss, y, output, **objective):
     """Return what an evaluation with this loss, these labels and outputs shows."""
     goal = Objective(loss, **objective)
