@@ -87,9 +87,9 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     """Return the losses and the gradients of `batch`, computed in micro-batches.
 
     The peak memory is that of one micro-batch plus one gradient, whatever the size of
-    `batch`. With several losses, each loss whose weight depends on a mask that the
-    model computes needs a further gradient. Call this function inside a `tf.function`,
-    because each call traces the model.
+    `batch`. With several losses, each loss whose weight is known only after the forward
+    pass, as with a mask that the model computes, needs a further gradient. Call this
+    function inside a `tf.function`, because each call traces the model.
 
     Args:
         model: a built model, or None if `loss` is a function of a micro-batch. Do not

@@ -38,12 +38,12 @@ class AccumulatingModel(keras.Model):
     """A `keras.Model` that wraps another model and trains it in micro-batches.
 
     `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. Each
-    batch of `fit` is one effective batch and one optimizer step: the weights and the
-    history are those of a plain `fit` on the same batches. With an embedding, they are
-    those that a dense gradient would give: in `fit`, Keras' Adam and similar optimizers
-    take a different step for a row that a batch looks up several times. `evaluate` also
-    cuts its batches into micro-batches; `predict` does not. Under a strategy, each
-    replica takes its share of a batch.
+    batch of `fit` is one effective batch and one optimizer step: if each layer treats
+    every example on its own, the weights and the history are those of a plain `fit` on
+    the same batches. With an embedding, they are those that a dense gradient would give:
+    in `fit`, Keras' Adam and similar optimizers take a different step for a row that a
+    batch looks up several times. `evaluate` also cuts its batches into micro-batches;
+    `predict` does not. Under a strategy, each replica takes its share of a batch.
 
     Args:
         inner: a model that does not override `train_step`, `test_step`, `compute_loss`
@@ -187,9 +187,10 @@ class AccumulatingModel(keras.Model):
     ) -> None:
         """Configure the training, as `keras.Model.compile` does.
 
-        With `jit_compile`, XLA compiles each forward and backward pass and each
-        evaluation step. "auto" compiles them if a plain `fit` would be compiled, except
-        under a strategy or for ragged input without `xla_lengths`.
+        With `jit_compile`, XLA compiles the forward and backward pass and the
+        evaluation of each micro-batch, but not those of a smaller last one. "auto"
+        compiles them if a plain `fit` would be compiled, except for ragged input
+        without `xla_lengths`.
 
         Raises:
             ValueError: the optimizer has `gradient_accumulation_steps`, `run_eagerly`

@@ -1,8 +1,9 @@
 """The names of this package that other packages of this project use.
 
-These names are not public and may change. A project that copies this folder does not
-need them. Some names are here only because `pipeline.accumulation` used to export them:
-imports from there still work, with a warning.
+Except for `Objective`, these names are not public and may change. A project that copies
+this folder does not need the others. Some names are here only because
+`pipeline.accumulation` used to export them: imports from there still work, with a
+warning.
 """
 
 from .batch import (
