@@ -40,10 +40,11 @@ class AccumulatingModel(keras.Model):
     `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. Each
     batch of `fit` is one effective batch and one optimizer step: if each layer treats
     every example on its own, the weights and the history are those of a plain `fit` on
-    the same batches. With an embedding, they are those that a dense gradient would give:
-    in `fit`, Keras' Adam and similar optimizers take a different step for a row that a
-    batch looks up several times. `evaluate` also cuts its batches into micro-batches;
-    `predict` does not. Under a strategy, each replica takes its share of a batch.
+    the same batches. With an embedding, they are those that a dense gradient would
+    give: in `fit`, Keras' Adam and similar optimizers take a different step for a row
+    that a batch looks up several times. `evaluate` also cuts its batches into
+    micro-batches; `predict` does not. Under a strategy, each replica takes its share of
+    a batch.
 
     Args:
         inner: a model that does not override `train_step`, `test_step`, `compute_loss`
