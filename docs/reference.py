@@ -92,14 +92,18 @@ def config_keys() -> str:
 
 
 def kept_keys() -> str:
-    """Return the list of the keys that a resumed run must keep."""
+    """Return the keys that a resumed run must keep, and their exceptions."""
     kept = ["accumulation.effective_batch_size"]
     for key in key_kinds.keys_where(lambda key_facts: key_facts.fixed):
         group = key.partition(".")[0]
         if group not in _NODES:
             kept.append(key)
     names = [f"`{group}.*`" for group in _NODES] + [f"`{key}`" for key in sorted(kept)]
-    return f"{', '.join(names)}."
+    free = []
+    for key in key_kinds.keys_where(lambda key_facts: not key_facts.fixed):
+        if key.partition(".")[0] in _NODES:
+            free.append(f"`{key}`")
+    return f"{', '.join(names)}; but not {', '.join(sorted(free))}."
 
 
 def dataset_keys() -> str:

@@ -525,6 +525,9 @@ def test_a_resumed_run_keeps_what_the_reference_lists():
     assert "`accumulation.effective_batch_size`" in kept
     assert "`hardware.precision`" in kept
     assert "hardware.replicas" not in kept
+    _, _, free = kept.partition("; but not ")
+    assert "`dataset.data_dir`" in free
+    assert "`dataset.pad`" not in free
 
 
 def test_the_config_reference_describes_every_key():

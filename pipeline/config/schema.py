@@ -361,8 +361,8 @@ class HardwareConfig(_SetOnce):
     precision: Precision = field(
         default=Precision.float32, metadata=about(Kind.NUMERICS, fixed=True)
     )
-    # number of sweep jobs that run at once on this machine; null: one per GPU, or one
-    # without a GPU
+    # number of sweep jobs that run at once on this machine; null: as many as its GPUs
+    # allow, or one without a GPU
     parallel_jobs: int | None = field(default=None, metadata=about(Kind.PLACE))
     # GPUs for each job of a sweep
     gpus_per_job: int = field(default=1, metadata=about(Kind.PLACE))
