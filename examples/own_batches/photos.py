@@ -67,7 +67,7 @@ def bricks():
 
 
 def linear(input_shape):
-    """Return a model of one layer."""
+    """Return a model of one dense layer, on the flattened images."""
     layers = [
         keras.Input(input_shape),
         keras.layers.Flatten(),
