@@ -12,9 +12,9 @@ divisor of the mean. With the reduction `mean_with_sample_weight`, dᵢ is wᵢ.
 default reduction, dᵢ is 1, or 0 if the value is masked, whatever its sample weight. The
 reduction `sum` does not divide.
 
-W is computed before the first forward pass. If that is impossible, because the model
-computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ dᵢ over
-micro-batch k, and S is divided by W at the end.
+W is computed before the first forward pass. If that is impossible, for example because
+the model computes a mask, each micro-batch adds S += ∇Lₖ and W += Wₖ, where Wₖ is Σᵢ dᵢ
+over micro-batch k, and S is divided by W at the end.
 
 In both cases, S is the gradient of the mean over the effective batch, whatever the
 sizes of the micro-batches, the sample weights and the masks. The mean of the
@@ -86,10 +86,11 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 ) -> GradientSums:
     """Return the losses and the gradients of `batch`, computed in micro-batches.
 
-    The peak memory is that of one micro-batch plus one gradient, whatever the size of
-    `batch`. With several losses, each loss whose weight is known only after the forward
-    pass, as with a mask that the model computes, needs a further gradient. Call this
-    function inside a `tf.function`, because each call traces the model.
+    Besides `batch` itself, the peak memory is that of one micro-batch plus one
+    gradient, whatever the size of `batch`. With several losses, each loss whose weight
+    is known only after the forward pass, such as one with a mask that the model
+    computes, needs a gradient of its own. Call this function inside a `tf.function`,
+    because each call traces the model.
 
     Args:
         model: a built model, or None if `loss` is a function of a micro-batch. Do not
@@ -110,10 +111,11 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
         micro_batch_size: examples per forward and backward pass; the last slice may be
             smaller. With `micro_batch_tokens`, the maximum number of examples.
         micro_batch_tokens: maximum number of positions per forward and backward pass,
-            in place of a number of examples, for ragged inputs. The examples are sorted
-            by length and cut, and each micro-batch is padded with zeros to its longest
-            example. Each position of ragged labels gets a sample weight. Models, losses
-            and metrics whose results would depend on padding are rejected.
+            in place of a number of examples, for ragged inputs. A longer example is a
+            micro-batch of its own. The examples are sorted by length and cut, and each
+            micro-batch is padded with zeros to its longest example. Each position of
+            ragged labels gets a sample weight. Models, losses and metrics whose results
+            would depend on padding are rejected.
         pad_multiple: with `micro_batch_tokens`, lengths are rounded up to a multiple of
             it.
         variables: the variables to differentiate with respect to; by default, the
@@ -132,12 +134,14 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
 
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
-            labels, the micro-batch size is not positive, an input is sparse, a part of
-            the model cannot be computed in micro-batches, there is neither a model nor
-            `variables`, loss weights or metrics are given without a model or beside an
-            `Objective`, the `Objective` has losses over the effective batch, with
-            `micro_batch_tokens` the result would depend on padding, or without it the
-            inputs are ragged but the model takes only dense ones.
+            labels, there is neither `micro_batch_size` nor `micro_batch_tokens`, one of
+            them is not positive, `pad_multiple` is set without `micro_batch_tokens`, a
+            part of the batch is sparse, a part of the model cannot be computed in
+            micro-batches, there is neither a model nor `variables`, loss weights or
+            metrics are given without a model or beside an `Objective`, the `Objective`
+            has losses over the effective batch, with `micro_batch_tokens` the result
+            would depend on padding, or without it the inputs are ragged but the model
+            takes only dense ones.
     """
     if model is None:
         if variables is None or not callable(loss):

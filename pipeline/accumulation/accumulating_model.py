@@ -38,13 +38,13 @@ class AccumulatingModel(keras.Model):
     """A `keras.Model` that wraps another model and trains it in micro-batches.
 
     `compile`, `fit`, `evaluate`, `predict`, callbacks and `save` work as in Keras. Each
-    batch of `fit` is one effective batch and one optimizer step: if each layer treats
-    every example on its own, the weights and the history are those of a plain `fit` on
-    the same batches. With an embedding, they are those that a dense gradient would
-    give: in `fit`, Keras' Adam and similar optimizers take a different step for a row
-    that a batch looks up several times. `evaluate` also cuts its batches into
-    micro-batches; `predict` does not. Under a strategy, each replica takes its share of
-    a batch.
+    batch of `fit` is one effective batch and one optimizer step: the weights and the
+    history are those of a plain `fit` on the same batches, within rounding, except for
+    what docs/exact.md lists, such as dropout and BatchNormalization. With an embedding,
+    they are those that a dense gradient would give: in `fit`, Keras' Adam and similar
+    optimizers take a different step for a row that a batch looks up several times.
+    `evaluate` also cuts its batches into micro-batches; `predict` does not. Under a
+    strategy, each replica takes its share of a batch.
 
     Args:
         inner: a model that does not override `train_step`, `test_step`, `compute_loss`
@@ -67,8 +67,8 @@ class AccumulatingModel(keras.Model):
 
     Raises:
         ValueError: `inner` cannot be trained this way, there is neither a
-            `micro_batch_size` nor `micro_batch_tokens`, or one of them is not a
-            positive integer.
+            `micro_batch_size` nor `micro_batch_tokens`, one of them is not a positive
+            integer, or `pad_multiple` or `xla_lengths` is wrong or has no effect.
     """
 
     inner: keras.Model

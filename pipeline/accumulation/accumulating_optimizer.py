@@ -177,8 +177,10 @@ class AccumulatingOptimizer(keras.optimizers.Optimizer):
                 alike.
 
         Raises:
-            ValueError: the optimizer was not built for a variable, a variable appears
-                twice, no variable had a gradient in the whole update,
+            ValueError: the variables of an optimizer that is not built are not given,
+                the optimizer was not built for a variable, a variable appears twice,
+                there is not one gradient per variable, no variable had a gradient in
+                the whole update,
                 `GradientAccumulator.add` rejects the gradients, or, in a traced
                 function, more than `MOST_SETS` sets of variables had their gradients in
                 different parts. Nothing has changed then.

@@ -43,6 +43,10 @@ class Evaluation:
 
     Args:
         observe: measures each micro-batch, see `observed`. None measures nothing.
+
+    Raises:
+        ValueError: an argument is wrong, see `Update`; or `observe` is given with
+            `micro_batch_tokens`.
     """
 
     def __init__(  # noqa: PLR0913  options of an evaluation
@@ -87,14 +91,15 @@ class Evaluation:
     def __call__(self, batch: Nest | Share) -> GradientSums:
         """Update the metrics with one batch; return the sums of its losses.
 
-        The sums have no gradients.
+        The metrics are not reset before. The sums have no gradients.
 
         Args:
             batch: the batch, or the `Share` of it that this process has read.
 
         Raises:
-            ValueError: with `micro_batch_tokens`, the result would depend on padding;
-                without it, the inputs are ragged but the model takes only dense ones.
+            ValueError: the losses or metrics do not fit the outputs or the labels, with
+                `micro_batch_tokens` the result would depend on padding, or without it
+                the inputs are ragged but the model takes only dense ones.
         """
         sums, _ = self.observed(batch)
         return sums

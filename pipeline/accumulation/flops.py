@@ -54,7 +54,7 @@ def training_flops(
     batch, the first of the two forward passes is not counted.
 
     Args:
-        model: see `accumulate_gradients`.
+        model: a built model.
         loss: see `accumulate_gradients`. Losses over the effective batch are computed
             over `batch`.
         batch: a batch of a few examples; see `accumulate_gradients`.

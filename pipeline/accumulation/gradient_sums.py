@@ -112,9 +112,10 @@ class GradientSums(NamedTuple):
         """Return the gradients that one large batch would have given.
 
         They have the order and shapes of the variables, by default
-        `model.trainable_variables`. The gradient of an embedding is a
-        `tf.IndexedSlices`, which contains each looked-up row once. The gradient of a
-        variable that no loss depends on is None.
+        `model.trainable_variables`. The gradient of an embedding may be a
+        `tf.IndexedSlices`, which contains each looked-up row once; it is dense if
+        something else uses the table, such as a regularizer. The gradient of a variable
+        that no loss depends on is None.
         """
         return means(self.gradient_sums, self.weights)
 

@@ -39,13 +39,18 @@ class Objective:
         loss_weights: a number per output, by name or in order.
         metrics: metrics for the only output, or lists of metrics by output name. They
             are weighted by the mask of the output.
-        weighted_metrics: metrics in the same form, weighted by the sample weights.
+        weighted_metrics: metrics in the same form, weighted by the sample weights or,
+            without any, by the mask of the output.
         layer_metrics: metrics that the model's layers update in their calls.
         added_losses: whether a scalar of `add_loss` is the "mean" or the "sum" over the
             examples of its batch.
         loss_over: "example" if the loss of an example does not depend on other
             examples. "effective_batch" computes all losses over the effective batch,
             which costs a second forward pass; see `over_effective_batch`.
+
+    Raises:
+        ValueError: `added_losses` or `loss_over` is not one of its choices, or
+            `loss_over` is "effective_batch" without a loss.
     """
 
     loss: Losses

@@ -92,13 +92,15 @@ class Update:
         strategy: the strategy in whose scope the model was built; the current one by
             default.
         noise_every: number of updates from one measurement of the gradient noise to the
-            next; 0 for no measurements. The variable `begun` counts the updates. Set
-            this variable when training resumes from a checkpoint.
+            next; 0 for no measurements. The variable `begun` counts the updates for it.
+            Set this variable when training resumes from a checkpoint.
         same_noise: whether Keras' dropout and noise layers draw the same noise for an
             example, however the effective batch is cut. True rejects layers that can
             only draw for a whole micro-batch; "auto" leaves these layers to Keras.
         hold_statistics: whether the moving statistics of BatchNormalization are updated
             once per update, from the effective batch, instead of in each micro-batch.
+            It has no effect with `renorm`, in a subclass with its own `call`, or where
+            a layer calls BatchNormalization in a loop.
         jit_compile: whether XLA compiles each forward and backward pass. A smaller last
             micro-batch is not compiled, nor are `Batches`, because XLA would compile
             once per size. For "auto", see `compiled_by_xla`. After an update was
@@ -128,6 +130,13 @@ class Update:
             second forward pass, and memory for the outputs of the effective batch. If
             layers draw noise, `same_noise` is required. By default, the attribute of
             the `Objective` is used.
+
+    Raises:
+        ValueError: an argument is not one of its choices, there is neither
+            `micro_batch_size` nor `micro_batch_tokens`, `micro_batch_tokens` is not
+            positive, `pad_multiple` or `xla_lengths` is wrong or has no effect,
+            `jit_compile` is True with `micro_batch_tokens` but without `xla_lengths`,
+            or the noise is to be measured with losses over the effective batch.
     """
 
     def __init__(  # noqa: PLR0913  options of an update
@@ -238,9 +247,8 @@ class Update:
         Raises:
             ValueError: the call is in a strategy's scope, no variable has a gradient,
                 the model or the batch does not allow `same_noise` or `loss_over`,
-                `Batches` come with several replicas or with `jit_compile=True`, with
-                `micro_batch_tokens` the update would depend on padding, or without it
-                the inputs are ragged but the model takes only dense ones.
+                `Batches` come with several replicas or with `jit_compile=True`, or
+                `accumulate_gradients` would reject the model, the losses or the batch.
         """
         batch = self._prepared(batch)
         metrics = list(self.measured.values())

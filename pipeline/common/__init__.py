@@ -1,4 +1,4 @@
-"""Utilities that all other packages use.
+"""Utilities for the other packages, except `accumulation`.
 
 They cover errors, secrets, signals, processes, files, a cache, memory, rounding and
 GPUs. This package imports no other package of `pipeline`.

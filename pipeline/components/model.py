@@ -252,8 +252,9 @@ def application(
         frozen: patterns for names of layers that are not trained, such as `conv1_*`.
 
     Raises:
-        ValueError: there is no network `name`, a pattern matches no layer, or the
-            weights are missing or fit no layer.
+        ValueError: there is no network `name`, it does not take the input shape, a
+            pattern matches no layer, or the weights are missing, of another file type,
+            or fit no layer.
     """
     build = getattr(keras.applications, name, None)
     if not callable(build) or not name[:1].isupper():

@@ -1,4 +1,4 @@
-"""Builds the Keras optimizer of a config; its learning-rate schedule counts updates.
+"""Builds the Keras optimizer of a config, with its learning-rate schedule.
 
 schedule group ─ lengths in updates ─► schedule ─ × stage ─ × scaling rule ─► rate
 optimizer group, rate ─► optimizer ─ scaling rule ─► its other arguments
@@ -191,6 +191,9 @@ class InverseSquareRoot(keras.optimizers.schedules.LearningRateSchedule):
     Args:
         learning_rate: the peak, reached when the warm-up ends.
         warmup_steps: updates of linear warm-up, at least 1.
+
+    Raises:
+        ValueError: `warmup_steps` is below 1.
     """
 
     def __init__(self, learning_rate: float, warmup_steps: int):
@@ -226,6 +229,9 @@ class WarmupStableDecay(keras.optimizers.schedules.LearningRateSchedule):
         warmup_steps: w, in updates; 0 if there is no warm-up.
         decay_steps: d, in updates, at least 1.
         total_steps: t, the number of updates after which the rate is zero, at least 1.
+
+    Raises:
+        ValueError: a number of updates is out of its range.
     """
 
     def __init__(

@@ -24,6 +24,8 @@ _OPTIMIZERS = {
 def rate_factor(scaling: ScalingConfig, effective_batch_size: int) -> float:
     """Return the factor by which the rule multiplies every learning rate.
 
+    κ is the effective batch size B divided by B_ref, `scaling.reference_batch_size`.
+
     - `none`: 1.
     - `linear`: κ, which keeps the step per example: Krizhevsky 2014
       (arXiv:1404.5997, section 5); Goyal et al. 2017 (arXiv:1706.02677, section 2.1).
@@ -74,6 +76,8 @@ def rescale(
 ) -> list[str]:
     """Set the optimizer arguments, other than the learning rate, that the rule changes.
 
+    κ is the effective batch size divided by `scaling.reference_batch_size`.
+
     - `sde`: β → 1 − κ(1 − β), ε → ε/√κ (RMSprop: ε/κ, since Keras adds ε under the
       root), and decoupled weight decay × √κ: Malladi et al. 2022 (arXiv:2205.10287).
     - `half_life`: β₂ → β₂^κ. This keeps the half-life of the second moment, counted in
@@ -81,8 +85,8 @@ def rescale(
     - `timescale`: weight decay λ × κ, or × √κ if the learning rate η is × √κ. This
       keeps B/(ηλD) for batches of B out of D examples: Wang and Aitchison 2024
       (arXiv:2405.13698). Muon has two weight decays.
-    - any rule, with `scaling.ema`: the momentum of weight averaging ρ → ρ^κ: Busbridge
-      et al. 2023 (arXiv:2307.13813).
+    - any rule but `none`, with `scaling.ema`: the momentum of weight averaging ρ → ρ^κ,
+      if the optimizer averages weights: Busbridge et al. 2023 (arXiv:2307.13813).
 
     Returns:
         The changes, each a string such as `rho 0.9 → 0.6`.

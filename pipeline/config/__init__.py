@@ -1,7 +1,7 @@
 """The config of a run: its schema, its composition, its checks, and its `RunSpec`.
 
 The input is the command line and YAML files; the result is a `RunSpec`. This package
-imports neither TensorFlow nor MLflow, so a wrong config is rejected in under a second.
+imports neither TensorFlow nor MLflow, which would take seconds.
 """
 
 __all__ = [

@@ -23,6 +23,12 @@ class Shift:
     """Shift an image at random, by up to `pixels` in each direction.
 
     Pixels that are shifted into the image are zero.
+
+    Args:
+        pixels: the largest shift, at least 1.
+
+    Raises:
+        ValueError: `pixels` is below 1.
     """
 
     def __init__(self, pixels: int):

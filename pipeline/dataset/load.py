@@ -323,8 +323,10 @@ def from_tfds(  # noqa: PLR0913  keys of the config
         builder: dotted name of your own `tfds.core.DatasetBuilder`, instead of `name`.
 
     Raises:
-        ConfigError: the dataset, its builder, a split or a feature is not found, or the
-            dataset is missing and may not be prepared.
+        ConfigError: not exactly one of `name` and `builder` is given, the dataset, its
+            builder, a split or a feature is not found, the images differ in size and
+            there is neither `resize` nor `preprocess`, or the dataset is missing and
+            may not be prepared.
     """
     if (name is None) == (builder is None):
         rule = "must give exactly one of name and builder"

@@ -28,6 +28,10 @@ def digits(
         download: whether to prepare the dataset if it is missing.
         test_split: name of the test split in TFDS, or None to load none.
         validation_split: the same for the validation split.
+
+    Raises:
+        ConfigError: a split is not found, or the dataset is missing and may not be
+            prepared.
     """
     return tfds_files.read(
         Digits(data_dir=data_dir),

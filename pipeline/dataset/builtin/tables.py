@@ -14,7 +14,8 @@ from pipeline.dataset.splits import Data
 def breast_cancer() -> Data:
     """Load the Wisconsin breast cancer table.
 
-    It has 569 tumors with 30 measurements each, malignant (0) or benign (1).
+    It has 569 tumors with 30 measurements each, malignant (0) or benign (1): 60% for
+    training, 20% for validation and 20% for the test.
     """
     from sklearn.datasets import load_breast_cancer
 
@@ -25,8 +26,8 @@ def breast_cancer() -> Data:
 def diabetes() -> Data:
     """Load the diabetes table of Efron et al. 2004.
 
-    It has 442 patients with 10 measurements each. The label is the progression of the
-    disease after one year.
+    It has 442 patients with 10 measurements each: 60% for training, 20% for validation
+    and 20% for the test. The label is the progression of the disease after one year.
     """
     from sklearn.datasets import load_diabetes
 

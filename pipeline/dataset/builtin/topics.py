@@ -36,6 +36,10 @@ def topics(
         download: whether to prepare the dataset if it is missing.
         test_split: name of the test split in TFDS, or None to load none.
         validation_split: the same for the validation split.
+
+    Raises:
+        ConfigError: a split is not found, or the dataset is missing and may not be
+            prepared.
     """
 
     @tf.autograph.experimental.do_not_convert
