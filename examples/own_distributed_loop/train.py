@@ -72,7 +72,7 @@ def part(batch):
 
 
 @tf.function
-def apply():  # outside strategy.run, where Keras would add up the replicas' averages
+def apply():  # outside strategy.run: inside, Keras would add up the replicas' averages
     optimizer.apply(accumulator.average(), by_parts.trainable_variables)
     accumulator.reset()
 

@@ -47,7 +47,7 @@ def fused_adam(optimizer: keras.optimizers.Optimizer) -> Iterator[Any]:
     This applies inside the `with` block, to `Adam` and `AdamW`, including those inside
     a `LossScaleOptimizer`. Keras' own step remains in use for other optimizers,
     `amsgrad`, subclasses that override the step, variables in half precision, small
-    variables on a CPU, and a β such as 0.9999, whose rounding would matter.
+    variables on a CPU, and, in float32, a β such as 0.9999, whose rounding would matter.
 
     Rows of an embedding's gradient (`tf.IndexedSlices`) that have the same index are
     summed first, as in the dense gradient, even for small variables. Keras' own step

@@ -1,9 +1,8 @@
 """The names of this package that other packages of this project use.
 
-Except for `Objective`, these names are not public and may change. A project that copies
-this folder does not need the others. Some names are here only because
-`pipeline.accumulation` used to export them: imports from there still work, with a
-warning.
+These names may change, except those that docs/accumulation.md describes, such as
+`Objective`. Some names are here only because `pipeline.accumulation` used to export
+them: imports from there still work, with a warning.
 """
 
 from .batch import (

@@ -1,6 +1,7 @@
 """The private parts of Keras 3.15 and TensorFlow 2.21 that this package uses.
 
-This module also replaces attributes of Keras objects for a limited time.
+Those of XLA are in `xla_internals`. This module also replaces attributes of Keras
+objects for a limited time.
 
 `_keras_mask`, on an output: the mask of the output's elements, which the loss and the
     metrics of `fit` also read.

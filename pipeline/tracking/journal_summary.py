@@ -1,4 +1,4 @@
-"""The entry for one run in a list of runs, read from its journal within milliseconds.
+"""The entry for one run in a list of runs, read from its journal in a quick way.
 
 The rows of updates are counted and not parsed, except the last one, and no checksum is
 verified. `pipeline.tracking.journal_file.Past` reads a journal completely.
