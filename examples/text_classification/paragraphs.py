@@ -1,11 +1,12 @@
-"""Texts of unequal length → one label per text, without computing their padding.
+"""Texts of unequal length → one label per text, with little padding.
 
 Command:   cd examples/text_classification && pipeline train --config-dir conf experiment=paragraphs
 Run time:  about half a minute on two CPU cores
 Expect:    val/accuracy above 0.85
 
 The texts are paragraphs of Python's own documentation: of its statements, or of its
-types. For texts of your own, return pairs (text, label) from `labeled_texts`.
+types. For texts of your own, return pairs (text, label) from `labeled_texts`, and set
+the number of `classes` in `paragraphs`.
 """
 
 import zlib

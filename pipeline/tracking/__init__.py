@@ -9,7 +9,8 @@ which a separate process ships to the store.
 - `journal`, `journal_lines` and `journal_file` document the journal, its lines, and its
   state after a crash.
 - `journal_summary` reads what a list of runs shows. `horizons` records and reads the
-  horizons of a run that was resumed with a different one.
+  horizons of a run that was resumed with a different one, `resumed_settings` other
+  settings that a resumed run has changed.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
@@ -36,6 +37,7 @@ __all__ = [
     "params",
     "provenance",
     "record_files",
+    "resumed_settings",
     "shown_files",
     "store",
     "sync_run",
