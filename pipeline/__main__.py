@@ -15,6 +15,7 @@ from pipeline.common.errors import (
     QUIET,
     ConfigError,
     NotShippedError,
+    Parser,
     RunError,
     say,
 )
@@ -136,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
         "Overrides, such as training.epochs=20, are in Hydra's grammar: pipeline "
         "train --help lists the most common keys."
     )
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="pipeline",
         usage="pipeline [-h] [--version] [--quiet] VERB [overrides]",
         description="Exact gradient accumulation: Hydra configs, Keras training, "

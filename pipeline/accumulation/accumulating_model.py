@@ -18,11 +18,12 @@ import keras
 import tensorflow as tf
 
 from .batch import Nest, parts_of, share_of, tensors_of
+from .choices import check_choice
 from .evaluation import Evaluation
 from .forward_effects import unsupported
 from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
-from .objective import Objective, by_name
+from .objective import Objective, by_name, check_loss_over
 from .padding import padded_parts
 from .ragged_checks import check_takes_ragged
 from .token_cut import (
@@ -98,6 +99,8 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"inner {rule}. Received: {received}")
         if micro_batch_size is not None:
             check_positive("micro_batch_size", micro_batch_size)
+        check_choice("same_noise", same_noise, (True, False, "auto"))
+        check_loss_over(loss_over)
         micro_batch_limit(
             micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
         )

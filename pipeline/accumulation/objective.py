@@ -30,6 +30,18 @@ class Term(NamedTuple):
     sample_weight: Nest
 
 
+def check_loss_over(loss_over: Any) -> None:
+    """Reject a value of `loss_over` that is none of its choices.
+
+    Raises:
+        ValueError: the value is none of the choices.
+    """
+    remark = ""
+    if keras.tree.is_nested(loss_over):
+        remark = ", the same for all outputs"
+    check_choice("loss_over", loss_over, ("example", "effective_batch"), remark)
+
+
 @dataclass(frozen=True)
 class Objective:
     """The losses that are minimized, and the metrics.
@@ -62,11 +74,7 @@ class Objective:
     loss_over: str = "example"
 
     def __post_init__(self) -> None:
-        remark = ""
-        if keras.tree.is_nested(self.loss_over):
-            remark = ", the same for all outputs"
-        choices = ("example", "effective_batch")
-        check_choice("loss_over", self.loss_over, choices, remark)
+        check_loss_over(self.loss_over)
         check_choice("added_losses", self.added_losses, ("mean", "sum"))
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example if there is no loss"

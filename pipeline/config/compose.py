@@ -187,6 +187,8 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         if not options.shell_completion:
             check_config_dir(options.config_dir)
     if not options.shell_completion:
+        _say_unused_config(Path(options.config_dir or "conf").absolute())
+    if not options.shell_completion:
         for folder in _searched_folders(options):
             _check_sizes(folder, _CONFIGS_OF_GROUPS)
     return CommandLine(options, flags, folders)
@@ -244,6 +246,17 @@ def check_config_dir(folder: str) -> None:
                     owner = "the built-in config"
                 say(f"pipeline: {choice} is {owner}; {file} is not used: rename it")
                 break
+
+
+@cache
+def _say_unused_config(folder: Path) -> None:
+    """Print that `config.yaml` in the user's folder is not used, if it exists.
+
+    Hydra would find the package's file of that name first.
+    """
+    file = folder / "config.yaml"
+    if file.exists() and not folder.samefile(directory()):
+        say(f"pipeline: {file} is not used: rename it, and select it by --config-name")
 
 
 class RunFolders(Callback):

@@ -117,6 +117,12 @@ def test_what_cannot_be_trained_is_refused(inner, size, message):
     assert message in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["same_noise", "loss_over"])
+def test_a_word_that_is_no_choice_is_refused(name):
+    with pytest.raises(ValueError, match=rf"^{name} must be .* Received: 'often'"):
+        AccumulatingModel(dense(), 2, **{name: "often"})
+
+
 def test_xla_without_lengths_is_refused_by_compile():
     model = AccumulatingModel(dense(), micro_batch_tokens=8)
     with pytest.raises(ValueError, match=r"jit_compile must be .* Received: True$"):

@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from pipeline import __version__
+from pipeline.config import compose
 from tests.running import ROOT
 
 # What bash does on a tab: it gives the words so far to the function that Hydra
@@ -151,6 +152,17 @@ def test_overrides_may_stand_on_both_sides_of_an_option(installed):
     config = yaml.safe_load(shown)
     assert config["seed"] == 1
     assert config["model"]["hidden"] == [8]
+
+
+def test_a_config_that_hydra_would_not_find_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "config.yaml").write_text("seed: 7")
+    assert compose.read_command_line(["seed=1"]).options.overrides == ["seed=1"]
+    assert capsys.readouterr().err == (
+        f"pipeline: {tmp_path}/conf/config.yaml is not used: rename it, and select it "
+        "by --config-name\n"
+    )
 
 
 @pytest.mark.slow

@@ -86,3 +86,9 @@ def test_an_unknown_option_is_named_with_the_verb(capsys):
         "pipeline: arguments must be those of pipeline sync: see pipeline sync --help. "
         "Received: '--nonsense'.\n"
     )
+
+
+def test_an_unknown_option_before_the_verb_is_answered_in_one_line(capsys):
+    assert main(["--nonsense"]) == 2
+    answer = "pipeline: VERB must be given: see pipeline --help.\n"
+    assert capsys.readouterr().err == answer
