@@ -162,8 +162,9 @@ def _sweep_parser(files: Any) -> Parser:
     parser.add_argument(
         "--again",
         metavar="SWEEP",
-        help="run only the jobs of SWEEP that have not finished; the folder of a sweep, "
-        "the start of its ID, the name of its run, or NAME for the newest one",
+        help="run only the jobs of SWEEP that have not finished; SWEEP is the folder of "
+        "a sweep, the start of its ID, the name of its run, or NAME, which stands for "
+        "the newest sweep of that name",
     )
     parser.add_argument(
         "--allow",

@@ -228,7 +228,7 @@ def _check_address(uri: str, scheme: str) -> None:
 
 
 def _check_keep_best(keep_best: Any) -> None:
-    """Check that the metric is one of the split `val`, and that the mode is given."""
+    """Check that the metric is one of the validation split, and that a mode is given."""
     if keep_best is None:
         return
     metric = keep_best.metric

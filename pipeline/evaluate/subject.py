@@ -240,7 +240,10 @@ def _check_is_best(run_dir: Path, kept: int, text: str) -> None:
 
 
 def _logged_model(store: ForeignStore, run: Any, selected: str) -> StoredModel:
-    """Return the model that a run logged after the selected update, or the last one."""
+    """Return the model that a run logged after the selected update.
+
+    Without a selected update, return its last model.
+    """
     models = model_registry.of_run(store, run, "RUN")
     if not selected:
         return models[max(models)]

@@ -251,7 +251,7 @@ def _sentences(costs: BatchCosts, result: LargestBatch) -> str:
         critical = number(result.critical)
         text += f" Fitted to all batches, the critical batch is {critical}"
         if not costs.tried(result.critical):
-            text += ", outside of what was tried"
+            text += ", which is outside the range of the batch sizes tried"
         text += "."
     return text
 

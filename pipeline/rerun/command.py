@@ -84,7 +84,7 @@ class Rerun:
         info = self.recorded.run.info
         say(f"rerun of {info.run_id} ({info.run_name}), {info.status}")
         if not self.recorded.is_unchanged():
-            say("  differs: the record: its config does not match its tag config.hash")
+            say("  differs: the recorded config does not match its tag config.hash")
         for override in self.request.changes:
             say(f"  changed: {override}")
 

@@ -338,7 +338,7 @@ class Journal:
             self._writer.write(End(status).content())
 
         self._deadline = time.monotonic() + self.patience
-        problem: str | None = "the store was not asked"
+        problem: str | None = "the store was not contacted"
         try:
             while not self._is_offline and time.monotonic() < self._deadline:
                 self._revive()

@@ -105,7 +105,7 @@ def test_a_run_that_was_kept_offline_is_complete_after_sync(tmp_path, capsys):
     away = "http://127.0.0.1:9"
     journal = opened(away, run_dir, "offline", when_unreachable="offline")
     train(journal, 1, UPDATES)
-    assert journal.close("FINISHED") == "the store was not asked"
+    assert journal.close("FINISHED") == "the store was not contacted"
     assert sync_run(str(run_dir), OwnStore(away), 1.0, named=True) == NOT_SHIPPED
     for _ in range(2):
         assert sync_run(str(run_dir), OwnStore(uri), 60.0, named=True) == 0
@@ -124,7 +124,7 @@ def test_down_from_the_start_to_the_end(
         proxy.address, tmp_path, request.node.name, when_unreachable="offline"
     )
     train(journal, 1, UPDATES)
-    assert journal.close("FINISHED") == "the store was not asked"
+    assert journal.close("FINISHED") == "the store was not contacted"
     assert sync(tmp_path, "tracking.patience=1") == 4
     proxy.up()
     assert sync(tmp_path) == 0
@@ -239,7 +239,7 @@ def test_away_while_the_run_is_created_and_trained_offline(
         in capsys.readouterr().err
     )
     train(journal, 1, UPDATES)
-    assert journal.close("FINISHED") == "the store was not asked"
+    assert journal.close("FINISHED") == "the store was not contacted"
     proxy.up()
     assert sync(tmp_path) == 0
     check_complete()

@@ -984,7 +984,7 @@ def test_no_error_speaks_to_the_terminal():
 
 @pytest.mark.slow
 def test_a_record_that_was_changed_after_the_fact_is_said(refused):
-    said = "  differs: the record: its config does not match its tag config.hash"
+    said = "  differs: the recorded config does not match its tag config.hash"
     _, answers, _, _ = refused
     assert said in answers["changed since"]["err"].splitlines()
     assert said not in answers["terminal"]["err"].splitlines()
