@@ -23,7 +23,7 @@ from .evaluation import Evaluation
 from .forward_effects import unsupported
 from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
-from .objective import Objective, by_name, check_loss_over
+from .objective import Objective, by_name, check_added_losses, check_loss_over
 from .padding import padded_parts
 from .ragged_checks import check_takes_ragged
 from .token_cut import (
@@ -64,6 +64,8 @@ class AccumulatingModel(keras.Model):
             of the micro-batch size; see `Update`.
         loss_over: "effective_batch" for losses that compare several examples; see
             `Update`.
+        added_losses: whether a scalar that a layer adds to the loss is a "mean" or a
+            "sum" over its batch. Which of them it is cannot be seen, and is not checked.
         name, dtype, trainable: see `keras.Model`.
 
     Raises:
@@ -79,6 +81,7 @@ class AccumulatingModel(keras.Model):
     xla_lengths: tuple[int, ...]
     same_noise: bool | str
     loss_over: str
+    added_losses: str
     built: bool
 
     def __init__(
@@ -90,6 +93,7 @@ class AccumulatingModel(keras.Model):
         micro_batch_tokens: int | None = None,
         pad_multiple: int = 1,
         xla_lengths: Sequence[int] = (),
+        added_losses: str = "mean",
         **arguments: Any,
     ):
         if not isinstance(inner, keras.Model):
@@ -101,6 +105,7 @@ class AccumulatingModel(keras.Model):
             check_positive("micro_batch_size", micro_batch_size)
         check_choice("same_noise", same_noise, (True, False, "auto"))
         check_loss_over(loss_over)
+        check_added_losses(added_losses)
         micro_batch_limit(
             micro_batch_size, micro_batch_tokens, pad_multiple, xla_lengths
         )
@@ -119,6 +124,7 @@ class AccumulatingModel(keras.Model):
         self.xla_lengths = tuple(int(length) for length in xla_lengths)
         self.same_noise = same_noise
         self.loss_over = loss_over
+        self.added_losses = added_losses
         self.built = inner.built
 
     def call(self, inputs: Nest, training: bool | None = None) -> Nest:
@@ -164,6 +170,7 @@ class AccumulatingModel(keras.Model):
             "micro_batch_tokens": self.micro_batch_tokens,
             "pad_multiple": self.pad_multiple,
             "xla_lengths": self.xla_lengths,
+            "added_losses": self.added_losses,
         }
 
     @classmethod
@@ -449,7 +456,12 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
     if losses:
         losses_by_output = {name: losses.get(name) for name in names}
     objective = Objective(
-        losses_by_output, scales, metrics, weighted_metrics, loss_over=model.loss_over
+        losses_by_output,
+        scales,
+        metrics,
+        weighted_metrics,
+        added_losses=model.added_losses,
+        loss_over=model.loss_over,
     )
     return _CompiledObjective(objective, output_means)
 

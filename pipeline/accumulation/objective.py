@@ -42,6 +42,15 @@ def check_loss_over(loss_over: Any) -> None:
     check_choice("loss_over", loss_over, ("example", "effective_batch"), remark)
 
 
+def check_added_losses(added_losses: Any) -> None:
+    """Reject a value of `added_losses` that is none of its choices.
+
+    Raises:
+        ValueError: the value is none of the choices.
+    """
+    check_choice("added_losses", added_losses, ("mean", "sum"))
+
+
 @dataclass(frozen=True)
 class Objective:
     """The losses that are minimized, and the metrics.
@@ -75,7 +84,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_loss_over(self.loss_over)
-        check_choice("added_losses", self.added_losses, ("mean", "sum"))
+        check_added_losses(self.added_losses)
         if self.over_batch and self.loss is None:
             rule = "loss_over must be example if there is no loss"
             reason = "because add_loss is computed per micro-batch"

@@ -117,6 +117,34 @@ def test_fit_with_an_embedding_and_adam_is_that_of_the_dense_gradient():
     assert np.abs(table - keras_table).max() > 0.05
 
 
+class AddsSum(layers.Layer):
+    """Adds a sum over the batch to the loss, which a sum of squares often is."""
+
+    def call(self, x):
+        self.add_loss(1e-2 * keras.ops.sum(keras.ops.square(x)))
+        return x
+
+
+def test_a_layer_that_adds_a_sum_is_that_of_the_large_batch_if_this_is_said():
+    def adding():
+        return keras.Sequential([keras.Input((6,)), AddsSum(), *dense().layers])
+
+    def compiled():
+        return {"optimizer": keras.optimizers.Adam(0.01), "loss": cross_entropy()}
+
+    _, data, _ = CASES["sample_weights"]
+    theirs = trained(build(adding), eager(compiled), data[:2])
+    model = AccumulatingModel(build(adding), 5, added_losses="sum")
+    assert_equal(trained(model, compiled, data[:2]), theirs)
+    config = model.get_config()
+    copy = AccumulatingModel.from_config(config, {"AddsSum": AddsSum})
+    assert copy.added_losses == "sum"
+
+    # The negative control.
+    as_mean = trained(AccumulatingModel(build(adding), 5), compiled, data[:2])
+    assert as_mean.history["loss"][0] < theirs.history["loss"][0] - 0.1
+
+
 def pop_output_losses(fitted):
     """Return the losses of both outputs in training, and take them from the history."""
     return [fitted.history.pop("kind_loss"), fitted.history.pop("size_loss")]

@@ -117,7 +117,7 @@ def test_what_cannot_be_trained_is_refused(inner, size, message):
     assert message in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["same_noise", "loss_over"])
+@pytest.mark.parametrize("name", ["same_noise", "loss_over", "added_losses"])
 def test_a_word_that_is_no_choice_is_refused(name):
     with pytest.raises(ValueError, match=rf"^{name} must be .* Received: 'often'"):
         AccumulatingModel(dense(), 2, **{name: "often"})
