@@ -469,7 +469,9 @@ def _closing(
             if failure is not None:
                 say(closing.unshipped)
         if status != "FAILED" and not is_job_of_sweep:
-            say(*ending_lines.results_and_times(tracker.run_dir, recorder))
+            # A second signal leaves these lines out, but not those that follow.
+            with suppress(KeyboardInterrupt, Terminated):
+                say(*ending_lines.results_and_times(tracker.run_dir, recorder))
         if status == "FINISHED":
             say(*_unsaved_weights(tracker, config))
         if status == "KILLED" and not is_job_of_sweep:
