@@ -51,6 +51,9 @@ def ui(arguments: Sequence[str]) -> int:
     uri = compose.composed([*config_dir, *overrides]).tracking.uri
     if not options.port.isdecimal() or int(options.port) not in PORTS:
         raise ConfigError("--port", "must be from 1 to 65535", options.port)
+    if uri.startswith(("http://", "https://")):
+        say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
+        return 0
     port = int(options.port)
     rule = "must be a free port: choose another with --port"
     with as_config_error("--port", rule, port):
@@ -59,9 +62,6 @@ def ui(arguments: Sequence[str]) -> int:
 
 
 def _serve(uri: str, port: int) -> int:
-    if uri.startswith(("http://", "https://")):
-        say(f"The store is a server with a UI of its own: {uri}", to=sys.stdout)
-        return 0
     # Read the store first, so that the server is not started if reading fails.
     pages = _pages(uri, f"http://{HOST}:{port}")
 

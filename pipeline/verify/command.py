@@ -22,6 +22,7 @@ from pipeline.common.errors import (
     described,
     exits_as_failures,
     say,
+    say_id,
 )
 from pipeline.config import compose, plain, sizes
 from pipeline.config.objective_nodes import METRIC_GROUPS, metrics_of
@@ -500,6 +501,7 @@ def _log(certificate: Certificate) -> None:
     finally:
         client.set_terminated(run_id, status)
     say(f"MLflow run {run_id} in {secrets.mask(tracking.uri)}", to=sys.stdout)
+    say_id(run_id)
 
 
 def _largest_error_in_float64(comparisons: Sequence[Comparison]) -> float:

@@ -113,3 +113,13 @@ def test_the_comparison_of_its_sweep_stands_first(tmp_path):
     assert lines[0] == f"sweep:      {root}/{fragment}"
     assert f"viewStateShareKey={made.run_id}" in lines[0]
     assert f"/runs/{job}?workflowType=machine_learning" in lines[1]
+
+
+def test_a_server_on_the_default_port_is_named(capsys):
+    """Its port is not free, but nothing has to be served there."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        uri = f"http://127.0.0.1:{port}"
+        assert ui.ui([f"--port={port}", f"tracking.uri={uri}"]) == 0
+    answer = f"The store is a server with a UI of its own: {uri}\n"
+    assert capsys.readouterr().out == answer
