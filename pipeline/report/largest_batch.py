@@ -35,6 +35,9 @@ class BatchCosts:
         examples: the number of examples to the target, by batch in ascending order. A
             batch is left out if one of its judged jobs did not reach the target or has
             only an upper bound.
+        updates: the mean number of updates to the target, of the same batches. It may
+            exceed the examples divided by the batch, as the last batch of an epoch may
+            be smaller.
         by_seed: the same costs, by batch and seed.
         bounds: the upper bound on the number of examples to the target, for each batch
             whose judged jobs all reached it, at least one of them at its first point.
@@ -50,6 +53,7 @@ class BatchCosts:
     jobs: list[JobResult]
     batches: list[int]
     examples: dict[int, Spread]
+    updates: dict[int, float]
     by_seed: dict[int, Values]
     bounds: dict[int, float]
     begun_at_target: list[int]
@@ -62,11 +66,6 @@ class BatchCosts:
         if not self.family:
             return ""
         return f"{self.family}: "
-
-    @property
-    def updates(self) -> dict[int, float]:
-        """The mean number of updates needed to reach the target, by batch size."""
-        return {batch: cost.mean / batch for batch, cost in self.examples.items()}
 
     @property
     def cheapest(self) -> int:
@@ -141,6 +140,7 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     jobs_by_batch = grouped(jobs, lambda job: job.effective_batch_size)
     batches = sorted(jobs_by_batch)
     examples = {}
+    updates = {}
     by_seed: dict[int, Values] = {}
     bounds = {}
     begun_at_target = []
@@ -156,8 +156,10 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
         if bound is not None:
             bounds[batch] = bound
         cost = target.spread(batch_jobs, "examples")
-        if cost is not None:
+        cost_in_updates = target.spread(batch_jobs, "updates")
+        if cost is not None and cost_in_updates is not None:
             examples[batch] = cost
+            updates[batch] = cost_in_updates.mean
             means.append(cost.mean)
             judged = [job for job in batch_jobs if job.name in target.judged]
             by_seed[batch] = values_by_seed(
@@ -173,6 +175,7 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
         jobs=jobs,
         batches=batches,
         examples=examples,
+        updates=updates,
         by_seed=by_seed,
         bounds=bounds,
         begun_at_target=begun_at_target,
@@ -347,8 +350,8 @@ def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
 
 
 def _largest_that_pays(costs: BatchCosts) -> int:
-    # At least the cheapest batch pays, since each smaller batch needs more updates.
-    paying = []
+    # At least the cheapest batch pays.
+    paying = [costs.cheapest]
     for batch, ratio in costs.ratios.items():
         if ratio <= PAYS and costs.saves_updates(batch):
             paying.append(batch)
@@ -359,14 +362,18 @@ def _why_it_pays(costs: BatchCosts, largest: int) -> str:
     cheapest = costs.cheapest
     smallest = min(costs.examples)
     updates = number(costs.updates[largest])
-    updates_of_smallest = number(costs.updates[smallest])
+    saved = f"and with fewer updates than any smaller batch ({updates}, against "
+    saved += f"{number(costs.updates[smallest])} at {smallest})"
+    if largest == smallest:
+        saved = f"in {updates} updates; no smaller batch reached the target"
+        if largest == costs.batches[0]:
+            saved = f"in {updates} updates; it is the smallest batch that was tried"
     return (
         f"{costs.prefix}The largest effective batch that still pays is {largest}: it "
         f"reached the target with {costs.ratios[largest]:.2f} times the fewest "
         f"examples ({costs.examples[cheapest].text()}, at {cheapest}), where up to "
         f"{PAYS:g} times counts as paying (the critical batch size of McCandlish et "
-        f"al. 2018), and with fewer updates than any smaller batch ({updates}, against "
-        f"{updates_of_smallest} at {smallest})."
+        f"al. 2018), {saved}."
     )
 
 

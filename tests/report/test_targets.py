@@ -246,7 +246,7 @@ BATCHES = (32, 64, 128, 256, 512)
 def sweep_with_costs(
     rng: np.random.Generator, critical: float, noise: float, seeds: int = 3
 ) -> SweepResult:
-    """Return a sweep in which a batch B needs 1000 (1 + B / critical) examples.
+    """Return a sweep in which a batch B needs 10⁶ (1 + B / critical) examples.
 
     A seed changes that by a factor with the deviation `noise`; a tenth of it is the
     seed's at each batch, the rest the same at all of them.
@@ -257,7 +257,7 @@ def sweep_with_costs(
         for seed in range(seeds):
             rest = 0.1 * noise * rng.standard_normal()
             factor_of_seed = math.exp(effects_of_seeds[seed] + rest)
-            examples = 1000 * cost_of(batch, critical) * factor_of_seed
+            examples = 1e6 * cost_of(batch, critical) * factor_of_seed
             jobs.append(job_with_cost(batch, seed, examples))
     return synthetic.swept(jobs)
 
@@ -267,10 +267,10 @@ def job_with_cost(batch: int, seed: int, examples: float) -> JobResult:
 
     Then it stays a little below 1, for four times as many examples.
     """
-    seen = examples * np.arange(0.05, 5.01, 0.05)
-    steps = np.arange(1, len(seen) + 1)
-    falling = 2 - seen / examples
-    losses = np.where(seen <= examples * 1.001, falling, 1 - 1e-9)
+    progress = np.arange(0.05, 5.01, 0.05)
+    steps = np.round(examples * progress / batch).astype(np.int64)
+    seen = batch * steps
+    losses = np.where(progress <= 1.001, 2 - progress, 1 - 1e-9)
     curves = {
         "train/loss": Curve(steps, losses),
         "val/loss": Curve(steps, losses),
@@ -334,11 +334,40 @@ def test_the_interval_is_narrow_where_seeds_agree():
     assert "95%" not in text
 
 
-def cut_after(job: JobResult, updates: int) -> JobResult:
-    """Return the job as if it had ended after so many updates."""
+def test_the_updates_are_those_that_were_made_even_if_some_had_a_smaller_batch():
+    """Every second update of the batch of 512 has half as many examples."""
+    jobs = []
+    for batch in (32, 512):
+        job = job_with_cost(batch, seed=0, examples=1e6)
+        if batch == 512:
+            curves = {}
+            for key, curve in job.curves.items():
+                curves[key] = Curve(curve.steps * 4 // 3, curve.values)
+            job = replace(job, curves=curves)
+        jobs.append(job)
+    finding = first_on(synthetic.swept(jobs), "largest_batch")
+    updates = finding.figures["updates"]
+    # The target is reached at the first point after the fall.
+    examples = 1.05e6
+    expected = {32: examples / 32, 512: 4 / 3 * examples / 512}
+    assert updates == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_smallest_batch_is_not_compared_with_itself():
+    jobs = [
+        job_with_cost(32, seed=0, examples=1e6),
+        job_with_cost(64, seed=0, examples=3e6),
+    ]
+    text = first_on(synthetic.swept(jobs), "largest_batch").text
+    assert "in 32812 updates; it is the smallest batch that was tried." in text
+    assert "than any smaller batch" not in text
+
+
+def cut_after(job: JobResult, points: int) -> JobResult:
+    """Return the job as if it had ended after so many logged updates."""
     curves = {}
     for key, curve in job.curves.items():
-        curves[key] = Curve(curve.steps[:updates], curve.values[:updates])
+        curves[key] = Curve(curve.steps[:points], curve.values[:points])
     return replace(job, curves=curves)
 
 
