@@ -416,7 +416,7 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
     }
     rule_by_line = {
         "train model=mlp hydra.run.dir=run": "hydra.run.dir must be a folder without a "
-        "run in it.",
+        "run in it; training.resume=auto continues that run.",
         "train model=cnn training.resume=auto hydra.run.dir=run": "model._target_ must "
         "be that of the run,",
     }
