@@ -4,8 +4,9 @@ import argparse
 import logging
 import os
 import re
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 import hydra
 import yaml
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
@@ -92,11 +94,35 @@ class Composition:
         chosen: the chosen config of each group, by the name of the group; None if no
             config of the group is chosen.
         folders: the config folders, beginning with this package's own.
+        hydra: the settings of Hydra itself, which `config` does not contain.
     """
 
     config: DictConfig
     chosen: dict[str, str | None]
     folders: list[str]
+    hydra: DictConfig
+
+    @contextmanager
+    def as_job(self) -> Iterator[None]:
+        """Let configs refer to Hydra's settings in the `with` block, as in a job.
+
+        `${hydra:runtime.output_dir}` becomes the run directory that a job started now
+        would have. It is only a placeholder: the directory is not created.
+
+        Raises:
+            ConfigError: the run directory cannot be determined.
+        """
+        complete = deepcopy(self.config)
+        before = HydraConfig.instance().cfg
+        try:
+            with open_dict(complete), read_write(complete), hydra_errors.translated():
+                complete.hydra = self.hydra
+                output_dir = Path(complete.hydra.run.dir).absolute()
+                complete.hydra.runtime.output_dir = str(output_dir)
+            HydraConfig.instance().set_config(complete)
+            yield
+        finally:
+            HydraConfig.instance().cfg = before
 
 
 def composed(arguments: Sequence[str]) -> DictConfig:
@@ -146,10 +172,10 @@ def composition(arguments: Sequence[str]) -> Composition:
             )
         chosen: Any = OmegaConf.to_container(config.hydra.runtime.choices)
         with open_dict(config):
-            del config["hydra"]
+            hydra_config = config.pop("hydra")
         with hydra_errors.translated(*origins):
             prepare(config)
-    return Composition(config, chosen, command_line.folders)
+    return Composition(config, chosen, command_line.folders, hydra_config)
 
 
 def prepare(config: DictConfig) -> None:

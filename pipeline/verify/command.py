@@ -32,6 +32,8 @@ from pipeline.run.run import resolve_for_all
 from pipeline.tracking.params import param_text
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from pipeline.accumulation import Update
     from pipeline.components.assembly import Parts
     from pipeline.verify.engine import Difference
@@ -87,9 +89,22 @@ def verify(arguments: Sequence[str]) -> int:
     the chief compares: another worker returns 0.
     """
     options, overrides = _parse(arguments)
-    spec = resolve_for_all(
-        compose.composed([*overrides, "hardware.precision=float64"]), overrides
-    )
+    composition = compose.composition([*overrides, "hardware.precision=float64"])
+    with composition.as_job():
+        return _verify(composition.config, overrides, options)
+
+
+def compare(parts: Parts, *_: Any) -> None:
+    """Take part in the chief's comparison, on another worker, and print nothing."""
+    update = parts.update()
+    _compare(parts, update, _training_batches(parts), _validation_batches(parts))
+
+
+def _verify(
+    config: DictConfig, overrides: Sequence[str], options: argparse.Namespace
+) -> int:
+    """Do what `verify` does, for a config in float64; return the exit status."""
+    spec = resolve_for_all(config, overrides)
     _check(spec)
     if spec.workers is not None and not spec.workers.is_chief:
         worker.run(spec, COMPARE)
@@ -106,12 +121,6 @@ def verify(arguments: Sequence[str]) -> int:
     if certificate.fault:
         return DIFFERENT
     return 0
-
-
-def compare(parts: Parts, *_: Any) -> None:
-    """Take part in the chief's comparison, on another worker, and print nothing."""
-    update = parts.update()
-    _compare(parts, update, _training_batches(parts), _validation_batches(parts))
 
 
 def _parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

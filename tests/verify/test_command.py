@@ -167,6 +167,21 @@ def test_a_wrong_config_is_rejected(tmp_path):
     assert done.stderr == error
 
 
+def test_a_config_may_name_the_run_directory(tmp_path):
+    """The reference is resolved: verify then rejects what it does not search for."""
+    callback = (
+        "+training.callbacks.best._target_=keras.callbacks.ModelCheckpoint",
+        "+training.callbacks.best.filepath=${hydra:runtime.output_dir}/best.keras",
+    )
+    size = "accumulation.micro_batch_size=auto"
+    done = pipeline("verify", *callback, size, cwd=tmp_path, status=2)
+    assert done.stderr == (
+        "pipeline: accumulation.micro_batch_size must be a number, because verify does "
+        "not search for a size. Received: 'auto'.\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_code_of_the_run_that_exits_gives_no_verdict(tmp_path):
     (tmp_path / "mine.py").write_text("def leaving(**given):\n    exit(0)\n")
