@@ -313,16 +313,15 @@ def _fault(
 
 
 def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
-    """Return the names of the metrics and per-output losses that differ."""
-    names = []
-    for name in sorted({finding.what for finding in differing}):
-        bare_name = name.removeprefix("val/")
-        if bare_name in update.measured:
-            metric = update.measured[bare_name]
-            names.append(f"the metric {bare_name} ({type(metric).__name__})")
+    """Return the names of the metrics and per-output losses that differ, each once."""
+    descriptions = []
+    for name in sorted({finding.bare_name for finding in differing}):
+        if name in update.measured:
+            metric = update.measured[name]
+            descriptions.append(f"the metric {name} ({type(metric).__name__})")
         else:
-            names.append(bare_name)
-    return ", ".join(names)
+            descriptions.append(name)
+    return ", ".join(descriptions)
 
 
 def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]]:

@@ -41,6 +41,11 @@ class Difference:
         return bool(self.error <= self.bound)
 
     @property
+    def bare_name(self) -> str:
+        """The name without `val/`, which marks a result of the evaluation."""
+        return self.what.removeprefix("val/")
+
+    @property
     def label(self) -> str:
         """The label with which the difference is printed."""
         if self.kind == "loss":

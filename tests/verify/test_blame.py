@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from pipeline.accumulation import Update
+from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import Objective
 from pipeline.verify import command, engine
 from tests.verify.test_hidden import Last, OwnLoss
@@ -51,12 +51,15 @@ def fault_of(loss=None, metrics=(), regularizer=None) -> str:
     optimizer = keras.optimizers.SGD(0.1)
     model.compile(optimizer, loss, metrics=list(metrics))
     optimizer.build(model.trainable_variables)
-    update = Update(model, Objective(loss, metrics=list(metrics)), optimizer, MICRO)
+    objective = Objective(loss, metrics=list(metrics))
+    update = Update(model, objective, optimizer, MICRO)
+    evaluation = Evaluation(model, objective, MICRO)
 
     numbers = np.random.default_rng(0)
     batch = (numbers.normal(size=(EXAMPLES, 6)), numbers.normal(size=(EXAMPLES, 1)))
-    comparisons = engine.compare(update, [batch])
-    differing = [finding for finding in comparisons[0] if not finding.holds]
+    (findings,) = engine.compare(update, [batch])
+    findings += engine.compare_evaluation(evaluation, batch)
+    differing = [finding for finding in findings if not finding.holds]
     if not differing:
         return ""
     cut = SimpleNamespace(micro_batch_size=MICRO, micro_batch_tokens=None)
