@@ -41,10 +41,16 @@ if TYPE_CHECKING:
 COMPARE = "pipeline.verify.command.compare"
 DIFFERENT = 3  # exit status
 COARSE = 1e-2  # relative bound above which a comparison shows little
+IN_FLOAT32 = 1e-6  # largest relative difference that float32 rounding may explain
 
 _DESCRIPTION = (
     "Check, for a config, that accumulation equals the large batch; "
     "the overrides are those of `pipeline train`."
+)
+_SEEMS_FLOAT32 = (
+    "it seems to compute in float32, although the comparison is in float64 (use "
+    "self.dtype in the metric); everything else is equal within rounding, including "
+    "the update of the weights"
 )
 _LARGEST_METRIC = 1e300  # replaces infinity, which a store may not accept
 
@@ -313,7 +319,10 @@ def _fault(
 
 
 def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
-    """Return the names of the metrics and per-output losses that differ, each once."""
+    """Return the names of the metrics and per-output losses that differ, each once.
+
+    If float32 rounding in metrics may be the only reason, the text says so.
+    """
     descriptions = []
     for name in sorted({finding.bare_name for finding in differing}):
         if name in update.measured:
@@ -321,7 +330,12 @@ def _differing_results(update: Update, differing: Sequence[Difference]) -> str:
             descriptions.append(f"the metric {name} ({type(metric).__name__})")
         else:
             descriptions.append(name)
-    return ", ".join(descriptions)
+    causes = ", ".join(descriptions)
+
+    of_metrics = all(finding.bare_name in update.measured for finding in differing)
+    if of_metrics and all(finding.error <= IN_FLOAT32 for finding in differing):
+        return f"{causes}: {_SEEMS_FLOAT32}"
+    return causes
 
 
 def _assemble(spec: RunSpec, overrides: Sequence[str]) -> tuple[Parts, list[str]]:

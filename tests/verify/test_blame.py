@@ -32,6 +32,14 @@ class Growing(keras.regularizers.Regularizer):
         return 0.1 * calls * ops.sum(ops.square(weights))
 
 
+class InFloat32(keras.metrics.Sum):
+    """The sum of the errors, computed in float32 in every precision."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        errors = ops.cast(ops.abs(y_true - y_pred), "float32")
+        super().update_state(ops.cast(ops.sum(errors), self.dtype))
+
+
 def by_its_mean(y, outputs):
     """Return losses whose sum over any batch is the number of its examples."""
     errors = 0.1 + ops.square(y - outputs)[:, 0]
@@ -80,6 +88,14 @@ def test_a_loss_that_is_divided_by_its_mean_over_the_batch():
 
 def test_a_metric_that_alone_differs():
     assert fault_of(metrics=[Last()]) == "the metric last (Last)"
+
+
+def test_a_metric_that_computes_in_float32():
+    assert fault_of(metrics=[InFloat32(name="errors")]) == (
+        "the metric errors (InFloat32): it seems to compute in float32, although the "
+        "comparison is in float64 (use self.dtype in the metric); everything else is "
+        "equal within rounding, including the update of the weights"
+    )
 
 
 @pytest.mark.slow
