@@ -312,7 +312,7 @@ def _fault(
         return culprit
     for finding in differing:
         if finding.kind == "state":
-            return f"the state {finding.what}"
+            return f"the state {finding.what}: {layers.STATE_CHANGES}"
     if all(finding.kind == "metric" for finding in differing):
         return _differing_results(update, differing)
     return "the update itself, not a layer or a loss"

@@ -23,13 +23,20 @@ from pipeline.accumulation.internals import (
     parts_of,
     replaced,
     slice_of,
+    untracked_variables,
     weighted_sum,
 )
 from pipeline.components import added_losses
 from pipeline.verify.engine import examples, perturbed, restored
 
+STATE_CHANGES = "it is updated in every forward pass, so once per micro-batch"
+
 _ON_OTHERS = "on the other examples of the micro-batch"
 _OUTPUT_DEPENDS = f"its output for an example depends {_ON_OTHERS}"
+_STATE_MATTERS = (
+    "its output depends on a state that it updates in every forward pass, so once per "
+    "micro-batch"
+)
 _GRADIENT_DEPENDS = f"its gradient for an example depends {_ON_OTHERS}"
 _LOSS_DEPENDS = "its loss for an example depends on the other examples"
 _LOSS_GRADIENT_DEPENDS = (
@@ -113,20 +120,53 @@ def culprit(
     for start in range(0, count, micro_batch_size):
         parts.append((start, min(start + micro_batch_size, count)))
     tolerance = 1e7 * rounding  # 1e-9 in float64
+    variables = list(model.variables)
+    variables += [variable for _, variable in untracked_variables(model)]
 
     for weights in (nullcontext(), perturbed(model)):
         observer = _Observer(model, Objective.from_loss(loss), batch)
-        with weights, restored(model.variables):
-            observations = [observer.observe(start, stop) for start, stop in parts]
-        for of_batch, *of_micro_batches in zip(*observations, strict=True):
-            values = [observation.value for observation in of_micro_batches]
-            if of_batch.has_rows:
-                differs = _has_other_rows(of_batch.value, values, tolerance)
-            else:
-                differs = _is_other_sum(of_batch.value, values, tolerance)
-            if differs:
-                return of_batch.fault
+        with weights:
+            with restored(variables):
+                observations = [observer.observe(start, stop) for start, stop in parts]
+            number = _first_differing(observations, tolerance)
+            if number is None:
+                continue
+            fault = observations[0][number].fault
+            if not fault.endswith(_OUTPUT_DEPENDS):
+                return fault
+
+            # Compute each part from the same state: an output that no longer differs
+            # depends on the state, not on other examples.
+            observations = []
+            for start, stop in parts:
+                with restored(variables):
+                    observations.append(observer.observe(start, stop))
+            if _first_differing(observations, tolerance) == number:
+                return fault
+            return fault.replace(_OUTPUT_DEPENDS, _STATE_MATTERS)
     return ""
+
+
+def _first_differing(
+    observations: Sequence[Sequence[_Observation]], tolerance: float
+) -> int | None:
+    """Return the index of the first value that the cut changes, or None.
+
+    Args:
+        observations: those of the whole batch, then those of each micro-batch.
+        tolerance: the relative difference up to which values are equal.
+    """
+    for number, (of_batch, *of_micro_batches) in enumerate(
+        zip(*observations, strict=True)
+    ):
+        values = [observation.value for observation in of_micro_batches]
+        if of_batch.has_rows:
+            differs = _has_other_rows(of_batch.value, values, tolerance)
+        else:
+            differs = _is_other_sum(of_batch.value, values, tolerance)
+        if differs:
+            return number
+    return None
 
 
 class _Observer:

@@ -13,7 +13,7 @@ from keras import layers, ops
 from pipeline.accumulation import Evaluation, Update
 from pipeline.accumulation.internals import Objective
 from pipeline.verify import command, engine
-from tests.verify.test_hidden import Last, OwnLoss
+from tests.verify.test_hidden import Last, OwnLoss, kept_mean, own
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -46,12 +46,13 @@ def by_its_mean(y, outputs):
     return errors / ops.mean(errors)
 
 
-def fault_of(loss=None, metrics=(), regularizer=None) -> str:
+def fault_of(loss=None, metrics=(), regularizer=None, middle=()) -> str:
     """Return what `verify` says is at fault; empty if nothing differs."""
     model = keras.Sequential(
         [
             keras.Input((6,)),
             layers.Dense(4, "tanh", name="first"),
+            *middle,
             layers.Dense(1, kernel_regularizer=regularizer, name="last"),
         ]
     )
@@ -95,6 +96,14 @@ def test_a_metric_that_computes_in_float32():
         "the metric errors (InFloat32): it seems to compute in float32, although the "
         "comparison is in float64 (use self.dtype in the metric); everything else is "
         "equal within rounding, including the update of the weights"
+    )
+
+
+def test_a_layer_that_only_updates_its_state():
+    fault = fault_of(middle=[own(kept_mean, 0.0)()])
+    assert fault.startswith("the state ")
+    assert fault.endswith(
+        ": it is updated in every forward pass, so once per micro-batch"
     )
 
 

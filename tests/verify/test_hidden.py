@@ -139,6 +139,10 @@ def scaled_by_state(x, layer):
     return x * layer.kept
 
 
+def centred_with_state(x, layer):
+    return centred(scaled_by_state(x, layer))
+
+
 def adds(function):
     def call(x, layer):
         layer.add_loss(function(x))
@@ -158,6 +162,10 @@ def time_major(x):
     return ops.transpose(x, (1, 0, 2))
 
 
+STATE = (
+    "its output depends on a state that it updates in every forward pass, so once per "
+    "micro-batch"
+)
 OTHERS = "its output for an example depends on the other examples of the micro-batch"
 GRADIENT = (
     "its gradient for an example depends on the other examples of the micro-batch"
@@ -258,7 +266,8 @@ BREAKING = {
     "behind closed gates": (Gated, f"(Gated): {OTHERS}"),
     "keeps a mean": (own(kept_mean, 0.0), "own/variable"),
     "counts its calls": (partial(Counting, lambda x: 1), "the state "),
-    "scales by its state": (own(scaled_by_state, 1.0), f"own (Own): {OTHERS}"),
+    "scales by its state": (own(scaled_by_state, 1.0), f"own (Own): {STATE}"),
+    "centred, with a state": (own(centred_with_state, 1.0), f"own (Own): {OTHERS}"),
     "loss by the mean label": (
         OwnLoss(by_mean_label),
         f"own_loss (OwnLoss): {LOSS}",
