@@ -79,8 +79,10 @@ class ConfigError(Exception):
             self.choices = [str(choice) for choice in choices]
         self.close = meant  # a choice that is similar outranks it
         if isinstance(received, str):
+            # A key may exist at another place: do not suggest the word received.
             accepted = [*(self.choices or ()), *map(str, similar or ())]
-            self.close = _nearest(received, accepted) or meant
+            others = [choice for choice in accepted if choice != received]
+            self.close = _nearest(received, others) or meant
         super().__init__(key, rule)
 
     def __str__(self) -> str:

@@ -43,3 +43,9 @@ def test_an_option_of_other_tools_is_answered_with_an_override(option, meant):
     with pytest.raises(ConfigError) as rejected:
         read_command_line([option])
     assert str(rejected.value).endswith(f" Did you mean {meant!r}?")
+
+
+def test_the_word_received_is_not_suggested():
+    """It may be a key at another place."""
+    error = ConfigError("trainer", "must be a key", "trainer", ["model", "trainer"])
+    assert "Did you mean" not in str(error)
