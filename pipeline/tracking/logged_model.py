@@ -273,5 +273,8 @@ def _predicted_elsewhere(path: str, example: Any) -> list[Any]:
             lines = process.stderr.decode(errors="replace").strip().splitlines()
             reason = lines[-1] if lines else f"status {process.returncode}"
             reason = reason.removeprefix("Exception encountered: ")
-            raise ValueError(f"it cannot be loaded elsewhere: {reason[:300]}")
+            reason = reason[:300]
+            if reason.startswith("ModuleNotFoundError"):
+                reason += "; tracking.code may name the files that it needs"
+            raise ValueError(f"it cannot be loaded elsewhere: {reason}")
         return list(np.load(Path(folder) / "predicted.npz").values())

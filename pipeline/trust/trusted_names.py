@@ -177,7 +177,7 @@ def check_object(target: str, key: str, allowed: Sequence[str]) -> None:
             prefixes = ", ".join(allowed)
             rule = (
                 f"must be defined under a prefix that you allow ({prefixes}), "
-                "not only be reachable through one"
+                f"not only be reachable through one; it is defined in {module}"
             )
             raise ConfigError(key, rule, target)
         return

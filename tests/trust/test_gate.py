@@ -1040,3 +1040,11 @@ def test_every_keras_callback_is_known():
     rejected = {name for name in trusted_names.REJECTED if "callbacks" in name}
     known = trusted_names.CALLBACKS | trusted_names.WRITERS
     assert names == known | refused | rejected
+
+
+def test_the_module_that_defines_a_target_is_named():
+    rule = "not only be reachable through one; it is defined in mlflow.entities.metric."
+    with pytest.raises(ConfigError, match=rule):
+        trusted_names.check_object(
+            "tests.synthetic.Metric", "model._target_", ["tests"]
+        )
