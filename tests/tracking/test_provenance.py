@@ -976,9 +976,10 @@ def test_what_only_tensorflow_knows_is_compared_as_well(refused):
 
 def test_no_error_speaks_to_the_terminal():
     escape = "\x1b]0;owned\x07"
-    assert str(ConfigError(escape, f"must be {escape}\u202e", escape, [escape])) == (
-        "?]0;owned? must be ?]0;owned??. Received: '\\x1b]0;owned\\x07'. Choices: ?]0;owned?. "
-        "Did you mean '\\x1b]0;owned\\x07'?"
+    similar = f"{escape}1"
+    assert str(ConfigError(escape, f"must be {escape}\u202e", escape, [similar])) == (
+        "?]0;owned? must be ?]0;owned??. Received: '\\x1b]0;owned\\x07'. Choices: "
+        "?]0;owned?1. Did you mean '\\x1b]0;owned\\x071'?"
     )
 
 
