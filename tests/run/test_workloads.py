@@ -137,8 +137,8 @@ def test_small_are_all_experiments():
     # The batches of `photos`, which have any size, reject xla=true. `from_fit` is an
     # example of a config for the documentation, whose tests compose it. `words` has
     # tests of text files, and a cut by tokens, as that of `paragraphs`, rejects
-    # xla=true; `shapes` is tested beside it. The others are the runs of one example, which begin with each
-    # other's weights.
+    # xla=true; `shapes` is tested beside it. The others are the runs of one example,
+    # which begin with each other's weights.
     others = {"photos", "from_fit", "words", "paragraphs", "shapes"}
     others |= {"base", "frozen", "lora"}
     assert {file.stem for file in files} == SMALL.keys() | others
