@@ -350,7 +350,7 @@ def _log_ratio(costs: BatchCosts, batch: int, other: int) -> Difference:
 
 
 def _largest_that_pays(costs: BatchCosts) -> int:
-    # At least the cheapest batch pays.
+    # The cheapest batch pays, even if a smaller one needs as few updates.
     paying = [costs.cheapest]
     for batch, ratio in costs.ratios.items():
         if ratio <= PAYS and costs.saves_updates(batch):

@@ -213,18 +213,23 @@ def test_a_loss_that_is_not_a_number_is_the_worst():
     assert indices_of(shown.worst) == [1, 2, 0]
 
 
+def shown_and_evaluated(x, y):
+    """Return what shows the examples of these data, and the evaluation it observes."""
+    goal = Objective(cross_entropy())
+    model = identity()
+    plan = make_plan(Settings(), goal, tf.constant(y), {"": model(x)}, NUMBERS)
+    observer = Observer(goal, has_losses=True)
+    evaluation = Evaluation(model, goal, micro_batch_size=4, observe=observer)
+    return Show(plan, None, None), evaluation
+
+
 def test_a_worker_shows_its_share():
     """The positions of its examples are those in the split.
 
     The batches have 6 and 5 examples; the worker has what follows the first 3 of each.
     """
     x, y = sparse_data()
-    goal = Objective(cross_entropy())
-    model = identity()
-    plan = make_plan(Settings(), goal, tf.constant(y), {"": model(x)}, NUMBERS)
-    show = Show(plan, None, None)
-    observer = Observer(goal, has_losses=True)
-    evaluation = Evaluation(model, goal, micro_batch_size=4, observe=observer)
+    show, evaluation = shown_and_evaluated(x, y)
 
     start = 3
     for first, end in ((0, 6), (6, EXAMPLES)):
@@ -243,12 +248,7 @@ def test_a_worker_shows_its_share():
 def test_the_first_worker_shows_its_share_of_batches_that_it_has_read_whole():
     """Padded batches are read whole, and the first worker observes their first half."""
     x, y = sparse_data()
-    goal = Objective(cross_entropy())
-    model = identity()
-    plan = make_plan(Settings(), goal, tf.constant(y), {"": model(x)}, NUMBERS)
-    show = Show(plan, None, None)
-    observer = Observer(goal, has_losses=True)
-    evaluation = Evaluation(model, goal, micro_batch_size=4, observe=observer)
+    show, evaluation = shown_and_evaluated(x, y)
 
     for first, end in ((0, 6), (6, EXAMPLES)):
         batch = (tf.constant(x[first:end]), tf.constant(y[first:end]))
