@@ -160,7 +160,7 @@ def _request(client: Any, runs: Sequence[Any], received: str) -> None:
     for run in running:
         client.set_tag(run.info.run_id, STOP_TAG, "true")
     say(
-        f"asked {count(len(running), 'run')} to end, with the tag {STOP_TAG}; a "
+        f"asked {count(len(running), 'run')} to end by setting the tag {STOP_TAG}; a "
         "process that is still running sees the tag within seconds"
     )
 

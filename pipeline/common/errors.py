@@ -202,7 +202,7 @@ def say_id(run_id: str) -> None:
 
 
 def count(n: int, noun: str, plural: str = "") -> str:
-    """Return `n` followed by the noun, or by its plural unless `n` is 1.
+    """Return `n` followed by the noun, which is in the plural unless `n` is 1.
 
     By default, the plural is the noun with an s.
     """

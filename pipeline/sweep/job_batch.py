@@ -185,6 +185,5 @@ class JobBatch:
         if name:
             reason = self.endings.failure_reasons()[name]
             raise RunError(
-                f"{reason} The sweep was ended for this reason, as {name} was its "
-                "first job to end."
+                f"{reason} As {name} was the first job to end, this ended the sweep."
             )

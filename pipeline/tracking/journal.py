@@ -524,7 +524,7 @@ class Journal:
         if waiting and min(waiting) > self._lag:
             say(
                 "the store is slower than the run: "
-                f"about {min(waiting):,} points wait in {self._path}"
+                f"about {min(waiting):,} points are waiting in {self._path}"
             )
             self._lag = 2 * min(waiting)
 

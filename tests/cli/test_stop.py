@@ -194,7 +194,7 @@ def test_a_run_of_another_machine_is_stopped_by_its_tag(tmp_path):
     elsewhere.mkdir()
     begin = time.monotonic()
     stopped = pipeline("stop", run_id[:8], store, cwd=elsewhere)
-    assert "asked 1 run to end, with the tag stop" in stopped.stderr
+    assert "asked 1 run to end by setting the tag stop" in stopped.stderr
     _, err = process.communicate(timeout=60)
     print(f"ended {time.monotonic() - begin:.1f} s after the command began")
     assert process.returncode == 143, err

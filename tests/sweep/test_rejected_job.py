@@ -21,7 +21,7 @@ WRONG_FOR_ALL = ("+model.clases=3", "seed=0,1,2")
 RULE = "model.clases must be an argument of pipeline.components.model.mlp"
 # The digits have ten classes: 9 are too few.
 SOME_WRONG = "+model.classes=10,9,11"
-ENDED = "The sweep was ended for this reason, as {} was its first job to end."
+ENDED = "As {} was the first job to end, this ended the sweep."
 
 
 def changes(printed: str) -> list[tuple[str, str]]:
