@@ -7,6 +7,7 @@ from pathlib import Path
 import keras
 
 from pipeline.common.errors import ConfigError
+from pipeline.common.secrets import mask
 
 _LONGEST_REASON = 400  # maximum number of characters of Keras' error
 
@@ -34,7 +35,7 @@ def load_weights(model: keras.Model, archive: Path, key: str, name: str) -> None
             warnings.simplefilter("error", UserWarning)
             model.load_weights(archive)
     except Exception as error:  # the file may be anything
-        reason = textwrap.shorten(str(error), _LONGEST_REASON)
+        reason = textwrap.shorten(mask(str(error)), _LONGEST_REASON)
         rule = f"must have weights that fit the model ({reason})"
         raise ConfigError(key, rule, name) from error
     finally:

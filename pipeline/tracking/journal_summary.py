@@ -114,14 +114,11 @@ class JournalSummary:
                 self._add_row(line)
             case Tags(tags):
                 self.tags |= tags
-            case Resume(segment):
+            case Resume():
+                # Keep the evaluations after the checkpoint: the resumed run does not
+                # write their rows again.
                 self.status = None
                 self.resumes += 1
-                # The updates after the checkpoint are trained again.
-                after = segment.get("after")
-                for update in [*self._evaluations]:
-                    if isinstance(after, int) and update > after:
-                        del self._evaluations[update]
             case End(status):
                 self.status = status
 

@@ -527,7 +527,8 @@ def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
     """Return a run's name derived from its overrides, such as `text rate=0.1 seed=2`.
 
     It begins with the value of the override `experiment`, or else with `dataset`. It is
-    empty if no override decides what runs.
+    empty if no override decides what runs. Secrets are masked before a value is cut,
+    since a part of a secret would no longer be recognized.
     """
     pairs = []
     for override in overrides:
@@ -539,8 +540,8 @@ def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
     parts = [dict(pairs).get("experiment", dataset)]
     for key, value in pairs:
         if key != "experiment":
-            parts.append(plain.short(key, value[:LONGEST_VALUE]))
-    return " ".join(parts)[:LONGEST_NAME]
+            parts.append(plain.short(key, mask(value)[:LONGEST_VALUE]))
+    return mask(" ".join(parts))[:LONGEST_NAME]
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:
@@ -559,7 +560,7 @@ def _dataset_entry(
     schema = str(split.element_spec)
     identity = f"{source.name} {source.version} {context} {examples} {schema}"
     return {
-        "name": source.name[:LONGEST_DATASET_NAME],
+        "name": mask(source.name)[:LONGEST_DATASET_NAME],
         "digest": hashlib.sha256(identity.encode()).hexdigest()[:8],
         "source_type": "code",
         "source": json.dumps({"tags": {"version": source.version}}),

@@ -56,7 +56,7 @@ def tiny(input_shape, classes, token):
     return keras.Sequential([keras.Input(input_shape), flatten, keras.layers.Dense(classes)])
 
 class Boom(keras.callbacks.Callback):
-    def __init__(self, token):
+    def __init__(self, token, address=None):
         super().__init__()
         self.token = token
     def on_train_batch_end(self, batch, logs=None):
@@ -171,6 +171,9 @@ def test_no_secret_is_in_the_store_or_the_run_directory_of_a_run_that_fails(tmp_
     place_store(tmp_path)
     model = "model={_target_: mine.tiny, token: ${oc.env:SOME_API_TOKEN}}"
     boom = '"+training.callbacks.boom={_target_: mine.Boom, token: ${oc.env:SOME_API_TOKEN}}"'
+    # The name of the run has the first 40 characters of it, in which there is no @.
+    address = "postgresql://me:Hunter7-and-more-than-40-characters@127.0.0.1/db"
+    boom += f" '+training.callbacks.boom.address=\"{address}\"'"
     small = "training.updates=2 tracking.system_metrics=false tracking.log_model=false"
     line = f'train {small} hydra.run.dir=failing "~model" "+{model}" {boom}'
     answer = one_process({"failing": line}, tmp_path, **SECRETS)["failing"]
