@@ -17,6 +17,7 @@ from pipeline.common.errors import (
     NotShippedError,
     Parser,
     RunError,
+    StoreError,
     say,
 )
 from pipeline.common.secrets import mask
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except NotShippedError as error:
         say(f"pipeline: {error}", always=True)
         return NOT_SHIPPED
+    except StoreError as error:
+        say(f"pipeline: {error}", always=True)
+        return NOT_SHIPPED if error.has_trained else 1
     except (ConfigError, RunError) as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             say(*mask(traceback.format_exc()).splitlines(), always=True)

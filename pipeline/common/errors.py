@@ -42,6 +42,29 @@ _AROUND_THE_CAUSE = (
     (r"^assertion failed: \[(.*?)\] \[Condition .*$", r"\1"),
     (r"^assertion failed: \[([^\[\]]*)\]$", r"\1"),
 )
+# Texts that MLflow, requests, urllib3 and SQLAlchemy write around the cause of a failed
+# request to a store, each with its replacement. What remains is the request and the
+# cause, such as `runs/get: Read timed out. (read timeout=30)`.
+_REQUEST = (
+    r"^API request to (?:endpoint )?(?:\w+://[^/\s]+)?/(?:api/2\.0/mlflow/)?(\S+)"
+)
+_AROUND_A_STORES_CAUSE = (
+    (_REQUEST + r" failed with (?:\w+ )?exception .*\(Caused by (.*)\)$", r"\1: \2"),
+    (_REQUEST + r" failed with (?:\w+ )?exception (.*)$", r"\1: \2"),
+    (
+        _REQUEST + r" failed with error code (\d+) != 200\. Response body: '?<.*$",
+        r"\1: the server answered \2",
+    ),
+    (
+        _REQUEST + r" failed with error code (\d+) != 200\. Response body: '(.*?)'?$",
+        r"\1: the server answered \2, \3",
+    ),
+    # urllib3's exceptions and connections.
+    (r"(^|: )\w+Error\((['\"])(.*)\2\)$", r"\1\3"),
+    (r"(^|: )(?:HTTPS?Connection(?:Pool)?\([^)]*\)|<[^>]*>): ", r"\1"),
+    (r"\w*\('Connection aborted\.', \w+\((?:\d+, )?['\"](.*)['\"]\)\)$", r"\1"),
+    (r"^\((?:\w+\.)+\w+\) ", ""),  # the exception that SQLAlchemy has wrapped
+)
 _NOT_GIVEN: Any = object()
 _LONGEST_VALUE = 300  # characters; a longer value is cut in messages
 _MOST_CHOICES = 40
@@ -142,6 +165,22 @@ class NotShippedError(Exception):
         self.loss = loss
 
 
+class StoreError(Exception):
+    """The store did not accept a run, which therefore does not train.
+
+    The message is one line, with the command that uploads the run. Exit status 4 for a
+    run that has trained before and was to be resumed, otherwise 1.
+
+    Args:
+        message: the message.
+        has_trained: whether the run was to be resumed.
+    """
+
+    def __init__(self, message: str, *, has_trained: bool):
+        super().__init__(message)
+        self.has_trained = has_trained
+
+
 class Parser(argparse.ArgumentParser):
     """The argument parser of a verb.
 
@@ -239,7 +278,7 @@ def first_line(error: BaseException) -> str:
     if not lines:
         return type(error).__name__
     line = _line_of_cause(lines, _is_raised_by_keras(error))
-    for pattern, replacement in _AROUND_THE_CAUSE:
+    for pattern, replacement in (*_AROUND_THE_CAUSE, *_AROUND_A_STORES_CAUSE):
         line = re.sub(pattern, replacement, line)
     line = line.rstrip(".")
     layer = _IN_A_LAYER.match(lines[0])

@@ -20,6 +20,7 @@ from pipeline.common.errors import (
     ConfigError,
     NotShippedError,
     RunError,
+    StoreError,
     described,
     printable,
     say,
@@ -53,6 +54,7 @@ def run(
         RunError: a single run failed after it was created. Its traceback is in its run
             directory, unless the disk was full.
         NotShippedError: a single run has trained, but is not completely in the store.
+        StoreError: the store did not accept a single run.
         SystemExit: Hydra has printed an error itself.
     """
     _check_working_folder()
@@ -246,11 +248,14 @@ def _with_traceback_kept(error: Exception) -> Exception:
     """Write the traceback of a failed run to a file in its run directory.
 
     Return a `RunError` whose one-line message names the file, or says why the file was
-    not written. A `ConfigError`, or an error from before the run was created, is
-    returned unchanged.
+    not written. A `ConfigError`, a `StoreError`, or an error from before the run was
+    created, is returned unchanged.
     """
     run_dir = Path(HydraConfig.get().runtime.output_dir)
-    if isinstance(error, ConfigError) or not (run_dir / "journal.jsonl").exists():
+    if (
+        isinstance(error, ConfigError | StoreError)
+        or not (run_dir / "journal.jsonl").exists()
+    ):
         return error
     file = run_dir / "traceback.log"
     lines = mask("".join(traceback.format_exception(error))).splitlines()

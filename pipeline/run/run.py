@@ -91,6 +91,7 @@ def run(
     Raises:
         ConfigError: the config is wrong. Nothing was created.
         NotShippedError: the run trained, but not all of it is in the store.
+        StoreError: the store did not accept the run.
     """
     with Interruption().listening() as interruption:
         spec = resolve_for_all(composed, overrides)
@@ -194,6 +195,7 @@ def _prepare(
             tracking.experiment,
             patience=tracking.patience,
             when_unreachable=tracking.when_unreachable.name,
+            run_dir=run_dir,
         )
         undo.callback(journal.abandon)
 
@@ -520,7 +522,7 @@ def _resume_line(run_dir: Path, every: int | str | None, trained: int) -> str:
 
 def _unshipped_line(run_dir: Path, uri: str, why: str = "") -> str:
     command = sync_command(str(run_dir), uri)
-    return f"not all of the run is in the store{why}: {command}"
+    return f"not all of the run is in the store {mask(uri)}{why}: {command}"
 
 
 def _warm_up(traced: threading.Event) -> None:

@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import durable, imports, secrets, sqlite_uri
-from pipeline.common.errors import ConfigError, say
+from pipeline.common.errors import ConfigError, StoreError, say
 from pipeline.tracking import foreign_store, journal_file, shipper_protocol
-from pipeline.tracking.journal_file import LockedPast, Position
+from pipeline.tracking.journal_file import JOURNAL_NAME, LockedPast, Position
 from pipeline.tracking.journal_lines import (
     FORMAT,
     Created,
@@ -167,6 +167,7 @@ class Journal:
         patience: maximum seconds to wait for progress of the store, at the start and at
             the end of the run.
         when_unreachable: `refuse` the run, `wait` for the store, or train `offline`.
+        run_dir: the folder of the journal, for messages.
 
     Attributes:
         id: identifies the run, whether or not a store has it; it is the run's tag
@@ -180,6 +181,7 @@ class Journal:
         *,
         patience: float = 60.0,
         when_unreachable: str = "refuse",
+        run_dir: Path = Path(),
     ):
         self.id = ""
         self.uri = uri
@@ -187,7 +189,7 @@ class Journal:
         self.patience = patience
         self._when_unreachable = when_unreachable
         self._is_offline = False
-        self._path = Path()
+        self._path = run_dir / JOURNAL_NAME
         self._run_id = ""
         self._lives = LIVES
         self._lag = LAG
@@ -242,7 +244,7 @@ class Journal:
             ConfigError: the folder has a run already, or another process trains in it;
                 or see `ready`.
             OSError: the journal cannot be written.
-            RuntimeError: the store did not accept the run.
+            StoreError: the store did not accept the run.
         """
         self.id = uuid.uuid4().hex
         tags = {**run.tags, "journal": self.id}
@@ -276,7 +278,7 @@ class Journal:
         Raises:
             ConfigError: the run is deleted, or another process still ships it; or see
                 `ready`.
-            RuntimeError: the store did not accept the run.
+            StoreError: the store did not accept the run.
         """
         self.id = past.start.tags["journal"]
         self._run_id = past.run_id
@@ -392,7 +394,7 @@ class Journal:
                 or not self._lives
             ):
                 self.shipper.terminate()
-                raise self._attach_error(answer)
+                raise self._attach_error(answer, resumes=resumes)
             else:
                 self._wait_or_go_offline(answer)
                 # Limit the number of attempts: the store may be reachable but reject
@@ -406,16 +408,23 @@ class Journal:
         """Send the command to ship this run."""
         self.shipper.send(Ship(str(self._path), may_exist, self._run_id, resumes))
 
-    def _attach_error(self, failure: Failed) -> Exception:
+    def _attach_error(self, failure: Failed, *, resumes: bool) -> Exception:
         """Return the exception for a shipper that could not create or find the run."""
-        run_dir = str(self._path.parent)
         if failure.fault == Fault.RUN_DIR:
-            return ConfigError(failure.key, failure.rule, run_dir)
-        command = foreign_store.sync_command(run_dir, self.uri)
-        return RuntimeError(
-            f"the store did not accept the run ({failure.error}); to upload the "
-            f"contents of the run directory: {command}"
+            return ConfigError(failure.key, failure.rule, str(self._path.parent))
+        consequence = "it does not train"
+        if resumes:
+            consequence = "it does not continue"
+        message = (
+            f"the store {secrets.mask(self.uri)} did not accept the run "
+            f"({failure.error}), so {consequence}; upload what the run directory has "
+            f"with: {self._sync_command()}"
         )
+        return StoreError(message, has_trained=resumes)
+
+    def _sync_command(self) -> str:
+        """Return the command that uploads this run."""
+        return foreign_store.sync_command(str(self._path.parent), self.uri)
 
     def _replace_shipper(self) -> None:
         """Start another shipper in place of one that died, at most `LIVES` times."""
@@ -429,15 +438,16 @@ class Journal:
         The other shipper starts after `RECONNECT` seconds. Print what is done, and why.
         """
         self.shipper.terminate()
-        rule = _unreachable_rule(failure)
+        store = secrets.mask(self.uri)
+        line = f"the store {store} does not answer ({failure.error})"
         if self._when_unreachable == "offline":
             self._is_offline = True
             say(
-                f"tracking.uri {rule}: "
-                "this run is kept in its directory, for pipeline sync"
+                f"{line}: the run trains offline and is kept in {self._path.parent}; "
+                f"upload it later with: {self._sync_command()}"
             )
             return
-        say(f"tracking.uri {rule}: waiting for it")
+        say(f"{line}: waiting for it")
         time.sleep(RECONNECT)
         self.shipper = self._open()
 
@@ -473,10 +483,7 @@ class Journal:
                 problem = ""
                 self._deadline = time.monotonic() + self.patience
                 if time.monotonic() > told_at + SILENCE:
-                    points = "1 point"
-                    if answer.left > 1:
-                        points = f"{answer.left:,} points"
-                    say(f"still shipping: about {points} left")
+                    say(_progress_line(answer))
                     told_at = time.monotonic()
             else:
                 return answer
@@ -517,7 +524,7 @@ class Journal:
         """
         waiting = []
         while (answer := self.shipper.answer(0)) is not None:
-            if isinstance(answer, Progress | Failing):
+            if isinstance(answer, Progress | Failing) and answer.left is not None:
                 waiting.append(answer.left)
             elif isinstance(answer, Failed) and not self._reason:
                 self._reason = answer.error
@@ -553,6 +560,15 @@ class Journal:
         if time.monotonic() < self._deadline:
             self.shipper.process.wait()
         return str(answer.error)
+
+
+def _progress_line(progress: Progress) -> str:
+    if progress.left is None:
+        return "still waiting: another process ships earlier rows of this run"
+    points = "1 point"
+    if progress.left > 1:
+        points = f"{progress.left:,} points"
+    return f"still shipping: about {points} left"
 
 
 def _unreachable_rule(failure: Failed) -> str:

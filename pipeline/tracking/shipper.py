@@ -82,11 +82,9 @@ def _serve(opening: Open) -> None:
     """Open the store, and ship the journal that the next command names."""
     try:
         store = Store(opening.uri)
-    except ConfigError as error:
-        _answer(Failed(first_line(error), rule=error.rule))
-        return
     except Exception as error:
-        _answer(Failed(first_line(error)))
+        # The cause of a `ConfigError` is why the store does not answer.
+        _answer(Failed(first_line(error.__cause__ or error)))
         return
 
     try:
@@ -126,6 +124,7 @@ def _ship(store: Store, command: Ship, patience: float) -> Message:
         # Wait for the shipper of an earlier trainer, which may still be shipping.
         seconds=2 * patience,
         tell=lambda left: _answer(Progress(left)),
+        report=lambda problem: _answer(Failing(problem)),
     )
     if command.resumes:
         uploader.withdraw_stop_request()

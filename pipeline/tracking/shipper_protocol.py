@@ -3,7 +3,8 @@
 The trainer sends commands in this order:
 
 - `Open`, answered by `Opened`.
-- `Ship`, answered by `Attached`. There may be `Progress` before it.
+- `Ship`, answered by `Attached`. There may be `Progress` and `Failing` before it: while
+  another process ships the journal, the shipper waits for it.
 - `ShipNow` and `AddLines`, any number of times and without an answer. Meanwhile, and
   until everything is shipped, the shipper reports the requests to the store with
   `Progress` and `Failing`. It sends `StopRequested` once if somebody asks the run to
@@ -94,14 +95,19 @@ class Attached(Message):
 
 @dataclass(frozen=True)
 class Progress(Message):
-    """A request has succeeded. About `left` points are not shipped yet."""
+    """A request has succeeded.
 
-    left: int
+    Attributes:
+        left: the approximate number of points that are not shipped yet; None if it is
+            unknown, since another process ships them.
+    """
+
+    left: int | None
 
 
 @dataclass(frozen=True)
 class Failing(Message):
-    """A request has failed and will be repeated.
+    """A request has failed and will be repeated, or another process ships the journal.
 
     Attributes:
         error: the error in one line.

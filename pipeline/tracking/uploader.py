@@ -34,10 +34,10 @@ from pipeline.common.errors import first_line
 from pipeline.tracking import failures
 from pipeline.tracking.expected import Expected, stored_steps
 from pipeline.tracking.journal_cursor import JournalCursor
-from pipeline.tracking.journal_file import SHIPPER, lock
 from pipeline.tracking.journal_lines import Created, Evaluated, Line, Row, Tags
 from pipeline.tracking.params import param_text
 from pipeline.tracking.run_creation import RunDirError, find_or_create
+from pipeline.tracking.shipper_lock import lock_as_shipper, stored_state
 from pipeline.tracking.store import Store, has_stop_tag, remove_stop_tag
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
 from pipeline.trust import artifact_locations
@@ -65,8 +65,12 @@ class Uploader:
         path: the journal.
         may_exist: whether another process may have created the run.
         run_id: the run's ID, or "" to find the run by its tag `journal`.
-        seconds: how long to wait for another process that ships the journal.
-        tell: called after each request with the approximate number of unshipped points.
+        seconds: how long to wait for another process that ships the journal. The time
+            begins anew whenever the store gets more of the run.
+        tell: called after each request with the approximate number of unshipped points,
+            or with None after progress of another process that ships the journal.
+        report: called at intervals if another process ships the journal and makes no
+            progress, with a description.
 
     Attributes:
         start: the content of the journal's first line.
@@ -87,7 +91,8 @@ class Uploader:
         may_exist: bool,
         run_id: str = "",
         seconds: float = 0.0,
-        tell: Callable[[int], object] = lambda _: None,
+        tell: Callable[[int | None], object] = lambda _: None,
+        report: Callable[[str], object] = lambda _: None,
     ):
         self._store = store
         self._tell = tell
@@ -109,10 +114,18 @@ class Uploader:
 
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            if not lock(self._descriptor, SHIPPER, seconds):
-                raise RunDirError("is being shipped by another process", path.parent)
             self._cursor = JournalCursor(self._descriptor)
             self.start = self._cursor.start.start
+            journal = self.start.tags.get("journal", "")
+            is_locked = lock_as_shipper(
+                self._descriptor,
+                lambda: stored_state(store, journal, run_id),
+                seconds,
+                tell,
+                report,
+            )
+            if not is_locked:
+                raise RunDirError("is being shipped by another process", path.parent)
             self.client = store.client()
             self._file_id = store.file_id()
             # The run, as read from the store when this uploader was created or last

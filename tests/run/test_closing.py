@@ -46,7 +46,7 @@ def test_a_run_that_has_trained_is_not_killed_by_an_interruption_of_its_upload(e
     """It is FINISHED in the store once `sync` has shipped the rest: exit status 4."""
     with run._closing(*parts_of(error), config_of()) as closing:
         pass
-    line = "not all of the run is in the store (interrupted): pipeline sync run"
+    line = "not all of the run is in the store sqlite:///x (interrupted): pipeline sync run"
     assert closing.unshipped.startswith(line)
 
 
@@ -62,7 +62,7 @@ def test_another_error_stays_an_error(capsys):
         run._closing(*parts_of(OSError("no")), config_of()),
     ):
         pass
-    assert "not all of the run is in the store: " in capsys.readouterr().err
+    assert "not all of the run is in the store sqlite:///x: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("every", "value"), [("auto", "auto"), (None, "null")])

@@ -20,7 +20,7 @@ from contextlib import closing
 import pytest
 from mlflow.tracking import MlflowClient
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, StoreError
 from pipeline.common.sqlite_uri import absolute
 from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
@@ -84,7 +84,7 @@ def test_a_run_that_mlflow_refuses_is_failed(tmp_path):
     journal.ready()
     run = RunStart(**RUN | {"params": {"a//b": "1"}})
     with pytest.raises(
-        RuntimeError, match=r"the store did not accept the run .*: pipeline sync "
+        StoreError, match=r"the store .* did not accept the run .*: pipeline sync "
     ):
         journal.start(tmp_path / JOURNAL_NAME, run)
     assert Store(tmp_path).run().info.status == "FAILED"

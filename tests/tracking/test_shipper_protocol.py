@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.common.errors import ConfigError
+from pipeline.common.errors import ConfigError, StoreError
 from pipeline.tracking import journal, shipper_protocol
 from pipeline.tracking.journal import Journal
 from pipeline.tracking.journal_file import JOURNAL_NAME
@@ -142,6 +142,6 @@ def test_a_run_directory_that_cannot_be_shipped_is_named(
 def test_a_store_that_rejects_the_run_again_and_again_is_an_error(tmp_path, answered):
     rejects = [Opened(), Failed("a param is too long")]
     answered(*[rejects] * (journal.LIVES + 1))
-    with pytest.raises(RuntimeError, match=r"accept the run \(a param is too long\)"):
+    with pytest.raises(StoreError, match=r"accept the run \(a param is too long\)"):
         begun(tmp_path, "wait")
     assert Shipper.started == journal.LIVES + 1

@@ -97,7 +97,7 @@ def test_offline(tmp_path, proxy, mlflow_server):
         tmp_path, proxy, "offline", "tracking.when_unreachable=offline"
     ).ended()
     assert status == 4
-    assert "this run is kept in its directory, for pipeline sync" in printed
+    assert "the run trains offline and is kept in" in printed
     (line,) = [
         line
         for line in printed.splitlines()
@@ -132,7 +132,7 @@ def test_away_at_the_end(tmp_path, proxy, mlflow_server, mode):
     )  # the patience, the grace of the shipper; and the other half
     assert status == 4
     assert printed.splitlines()[-1].startswith(
-        "pipeline: not all of the run is in the store ("
+        f"pipeline: not all of the run is in the store {proxy.address} ("
     )
     proxy.heal()
     sync_as_printed(printed, tmp_path)
