@@ -2,12 +2,15 @@
 
     OUT.parts/identity.json     what the rows depend on
     OUT.parts/BATCHES.parquet   rows up to that number of batches, since the part before
-    OUT                         all parts, once the last one is written
+    OUT.parts/whole.parquet     all parts, once the last one is written
+    OUT                         a link to that file; OUT.parts is then removed
 
-Each file appears atomically, and is on the disk before the next one is begun.
+Each file appears atomically, and is on the disk before the next one is begun. OUT never
+replaces a file.
 """
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +29,7 @@ KEY = "--out"  # names the file in errors
 # bound what is computed again after a kill.
 ROWS = 4096
 BYTES = 2**24
+_WHOLE = "whole.parquet"
 
 
 class PartFiles:
@@ -58,15 +62,26 @@ class PartFiles:
             self._write()
 
     def finish(self) -> None:
-        """Write the file from the parts, and remove them."""
+        """Write the file from the parts, and remove them.
+
+        Raises:
+            ConfigError: the file has appeared since the command began. The parts stay.
+        """
         self._write()
         parts = self._parts()
-        new = self.out.with_name(f".{self.out.name}")
+        new = self._folder / _WHOLE
         with pq.ParquetWriter(new, pq.read_schema(parts[0])) as writer:
             for part in parts:
                 writer.write_table(pq.read_table(part))
         durable.sync(new)
-        new.replace(self.out)
+        try:
+            _move_to_free_name(new, self.out)
+        except FileExistsError as error:
+            rule = (
+                "must be a file that does not exist, but it has appeared meanwhile: move "
+                f"it away and repeat the command, which takes the rows in {self._folder}"
+            )
+            raise ConfigError(KEY, rule, str(self.out)) from error
         durable.sync(self.out.parent)
         shutil.rmtree(self._folder)
 
@@ -91,13 +106,15 @@ class PartFiles:
 def check_free(out: Path) -> None:
     """Check that a file does not exist, and can be created.
 
-    If the file exists, its parts are removed, because it is complete.
+    If the file was made from its parts, these are removed.
 
     Raises:
         ConfigError: the file exists, or its folder does not exist.
     """
     if out.exists():
-        shutil.rmtree(_folder_of(out), ignore_errors=True)
+        whole = _folder_of(out) / _WHOLE
+        if whole.exists() and whole.samefile(out):
+            shutil.rmtree(whole.parent, ignore_errors=True)
         raise ConfigError(KEY, "must be a file that does not exist", str(out))
     if not out.parent.is_dir():
         raise ConfigError(KEY, "must lie in a folder that exists", str(out))
@@ -136,6 +153,22 @@ def opened(out: Path, identity: Mapping[str, Any]) -> Iterator[PartFiles]:
         yield PartFiles(out)
     finally:
         lock.release()
+
+
+def _move_to_free_name(file: Path, target: Path) -> None:
+    """Give a file another name in place of its own, or in addition to it.
+
+    Raises:
+        FileExistsError: there is a file of this name.
+    """
+    try:
+        os.link(file, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        # The file system has no hard links. Reserve the name, which is then replaced.
+        target.touch(exist_ok=False)
+        file.replace(target)
 
 
 def _folder_of(out: Path) -> Path:

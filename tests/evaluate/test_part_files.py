@@ -60,3 +60,44 @@ def test_a_file_that_exists_is_left_as_it_is(tmp_path):
         part_files.check_free(out)
     with pytest.raises(ConfigError, match="must lie in a folder that exists"):
         part_files.check_free(tmp_path / "none" / "out.parquet")
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_a_file_that_appears_meanwhile_is_left_as_it_is(
+    tmp_path, monkeypatch, has_links
+):
+    """It was replaced by the predictions."""
+
+    def no_links(*_):
+        raise PermissionError("the file system has no links")
+
+    if not has_links:
+        monkeypatch.setattr("os.link", no_links)
+    out = tmp_path / "out.parquet"
+    written(out, 45)
+    out.write_text("precious")
+    with pytest.raises(ConfigError, match="it has appeared meanwhile: move it away"):
+        written(out, BATCHES)
+    assert out.read_text() == "precious"
+    with pytest.raises(ConfigError, match="must be a file that does not exist"):
+        part_files.check_free(out)
+
+    # Nothing has to be predicted again.
+    out.unlink()
+    part_files.check_free(out)
+    assert written(out, BATCHES) == BATCHES
+    assert pq.read_metadata(out).num_rows == 100 * BATCHES
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_parts_that_a_killed_command_left_beside_its_file_are_removed(
+    tmp_path, monkeypatch
+):
+    out = tmp_path / "out.parquet"
+    with monkeypatch.context() as killed:
+        killed.setattr("shutil.rmtree", lambda *_: None)
+        written(out, BATCHES)
+    assert len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ConfigError, match="must be a file that does not exist"):
+        part_files.check_free(out)
+    assert list(tmp_path.iterdir()) == [out]
