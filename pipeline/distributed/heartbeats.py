@@ -69,11 +69,14 @@ class ReductionCounts:
         least = min(self._counts)
         if least == max(self._counts):
             return None
-        # An update may take two all-reduces.
-        timeout = STARTUP_TIMEOUT if least < 2 else TIMEOUT
-        if time.monotonic() - self._since <= timeout:
+        if time.monotonic() - self._since <= self.timeout():
             return None
         return self._counts.index(least)
+
+    def timeout(self) -> float:
+        """Return the seconds for which the slowest worker may keep the others waiting."""
+        # An update may take two all-reduces.
+        return STARTUP_TIMEOUT if min(self._counts) < 2 else TIMEOUT
 
 
 class Heartbeats:
@@ -149,7 +152,7 @@ class Heartbeats:
         if straggler is None or straggler not in self._others:
             return
         self._others.pop(straggler).socket.close()
-        failed = f"it has kept the others waiting for {TIMEOUT:.0f} s"
+        failed = f"it has kept the others waiting for {self._counts.timeout():g} s"
         self._on_lost(LostWorker(straggler, failed=failed, late=True))
 
 

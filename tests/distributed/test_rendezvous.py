@@ -258,3 +258,23 @@ def test_a_port_is_kept_for_tensorflow():
         )
         with socket.create_server(("0.0.0.0", port)), taken:
             reserve_port("worker 1", f"127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize(("reductions", "limit"), [(1, "0.2"), (2, "0.1")])
+def test_the_message_about_a_straggler_has_the_limit_that_it_exceeded(
+    monkeypatch, reductions, limit
+):
+    """It always named the limit after the first update, 90 s."""
+    monkeypatch.setattr(heartbeats, "INTERVAL", 0.01)
+    monkeypatch.setattr(heartbeats, "STARTUP_TIMEOUT", 0.2)
+    monkeypatch.setattr(heartbeats, "TIMEOUT", 0.1)
+    lost = []
+    here, there = socket.socketpair()
+    with here, there:
+        other = JsonSocket(there)
+        other.write({"reductions": reductions})
+        heartbeats.Heartbeats(
+            {1: JsonSocket(here)}, 0, lambda: reductions + 1, lost.append
+        ).exchange()
+    failed = f"it has kept the others waiting for {limit} s"
+    assert lost == [LostWorker(1, failed=failed, late=True)]
