@@ -7,13 +7,14 @@ It may also begin with the weights of a registered model:
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoints import files, recorded_config
 from pipeline.checkpoints.files import BEST, Checkpoint, LoopState
-from pipeline.checkpoints.run_dirs import find
+from pipeline.checkpoints.run_dirs import find, start_override
 from pipeline.common.errors import ConfigError, count
 from pipeline.config import key_kinds
 from pipeline.config.model_uris import MODEL
@@ -23,8 +24,8 @@ from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
 from pipeline.config.stages import CLOCK, SCHEDULE
 from pipeline.tracking import model_registry
-from pipeline.tracking.foreign_store import ForeignStore
-from pipeline.tracking.journal_file import Past
+from pipeline.tracking.foreign_store import RUN_ID, ForeignStore
+from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 from pipeline.tracking.model_registry import StoredModel
 from pipeline.trust.artifact_locations import confined
 
@@ -50,6 +51,7 @@ class Fork:
         checkpoint: the other run's checkpoint.
         weights_only: whether only the weights of the model are restored.
         own_rate: whether this run's learning rate differs from the other run's.
+        precisions: the precision of the other run and that of this run.
         snapshot: the snapshot that `load` has read, or None before `load` and after
             `take`.
     """
@@ -59,6 +61,7 @@ class Fork:
     checkpoint: Checkpoint
     weights_only: bool
     own_rate: bool
+    precisions: tuple[str, str] = ("", "")
     snapshot: Snapshot | None = None
 
     @property
@@ -82,12 +85,16 @@ class Fork:
             f"of run {self.run_id or self.run_dir} "
             f"after update {self.checkpoint.updates_done}"
         )
+        change = ""
+        then, now = self.precisions
+        if then != now:
+            change = f", in {now} instead of {then}"
         if self.weights_only:
-            return [f"begins with the weights {source}"]
+            return [f"begins with the weights {source}{change}"]
         line = f"continues from the state {source}"
         if self.own_rate:
             line += ", with a learning rate of its own"
-        return [line, *snapshot.starting_anew(callbacks)]
+        return [line + change, *snapshot.starting_anew(callbacks)]
 
     def check(self, updater: Update, plan: RunPlan) -> None:
         """Check that the checkpoint fits the model, the optimizer and the horizon.
@@ -272,13 +279,14 @@ def find_fork(
     source, checkpoint = named(text, _KEY, run_dir, updates_done)
     past = Past.read(source, _KEY, running=True)
     config = recorded_config.read(source, past, _KEY)
-    own_rate = _has_own_rate(spec, config, past)
+    own_precision = spec.config.hardware.precision.name
     return Fork(
         past.run_id,
         source.absolute(),
         checkpoint,
         spec.config.start.weights_only,
-        own_rate,
+        own_rate=_has_own_rate(spec, config, past),
+        precisions=(config["hardware"].get("precision", own_precision), own_precision),
     )
 
 
@@ -310,13 +318,43 @@ def named(
     Raises:
         ConfigError: there is no such run or checkpoint.
     """
-    name, _, digits = text.rpartition("@")
-    if not (name and digits.isascii() and digits.isdecimal()):
-        name = text
-    elif updates_done is None:
-        updates_done = int(digits)
+    name, named_update = _parsed(text)
+    if updates_done is None:
+        updates_done = named_update
     source = find(name, key, excluding)
     return source, checkpoint_in(source, text, key, updates_done)
+
+
+def override_to_repeat(spec: RunSpec, tags: Mapping[str, str]) -> str:
+    """Return the override that `pipeline rerun` needs to find the other run of a fork.
+
+    It is empty if the rerun finds that run by its ID, or if there is no other run. The
+    ID is found if the run's directory lies below the working directory.
+
+    Args:
+        spec: the spec of the fork.
+        tags: the tags of the fork, of which `RUN_TAG` and `UPDATE_TAG` are read.
+    """
+    text = spec.config.start.run
+    if text is None or MODEL.fullmatch(text) or UPDATE_TAG not in tags:
+        return ""
+    name, _ = _parsed(text)
+    has_id = RUN_ID.fullmatch(tags.get(RUN_TAG, "")) is not None
+    source = Path(name)
+    if not (source / JOURNAL_NAME).exists():  # it was named by its ID
+        return ""
+    source = source.resolve()
+    if has_id and source.is_relative_to(Path.cwd().resolve()):
+        return ""
+    return start_override(source, int(tags[UPDATE_TAG]))
+
+
+def _parsed(text: str) -> tuple[str, int | None]:
+    """Return the run and the update that `RUN` or `RUN@UPDATE` names."""
+    name, _, digits = text.rpartition("@")
+    if name and digits.isascii() and digits.isdecimal():
+        return name, int(digits)
+    return text, None
 
 
 def checkpoint_in(

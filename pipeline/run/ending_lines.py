@@ -34,7 +34,10 @@ def results_and_times(run_dir: Path, recorder: Recorder) -> list[str]:
 
 
 def open_or_repeat(
-    run_id: str, spec: RunSpec, in_force: Sequence[RecordedHorizon] = ()
+    run_id: str,
+    spec: RunSpec,
+    in_force: Sequence[RecordedHorizon] = (),
+    start: str = "",
 ) -> str:
     """Return a line with the command that shows a finished run.
 
@@ -46,6 +49,8 @@ def open_or_repeat(
         run_id: the ID of the run.
         spec: the spec of the run.
         in_force: the horizons of the run, if it was resumed.
+        start: the override that a rerun of this fork needs; see
+            `fork.override_to_repeat`.
     """
     store = store_argument(spec.config.tracking.uri)
     line = f"open it with: {shlex.join(['pipeline', 'ui', *store])}"
@@ -54,6 +59,8 @@ def open_or_repeat(
     elif _is_trusted(spec):
         repeat = shlex.join(["pipeline", "rerun", run_id, *store])
         line += f"; repeat it with: {repeat}"
+        if start:
+            line += f" {start}"
     return line
 
 

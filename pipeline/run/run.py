@@ -108,7 +108,8 @@ def run(
             loss = _train(job, interruption, workers)
     run_id = job.tracker.run_id
     spec = job.parts.spec
-    say(ending_lines.open_or_repeat(run_id, spec, job.tracker.horizons))
+    start = fork.override_to_repeat(spec, _start_tags(job))
+    say(ending_lines.open_or_repeat(run_id, spec, job.tracker.horizons, start))
     return run_id, loss
 
 
@@ -388,6 +389,15 @@ def _begin(job: _Job) -> None:
         run = f"MLflow run {tracker.run_id} in {mask(spec.config.tracking.uri)}"
     say(f"run directory {tracker.run_dir}", run)
     say_id(tracker.run_id)
+
+
+def _start_tags(job: _Job) -> Mapping[str, str]:
+    """Return tags that name the checkpoint of another run with which this run began."""
+    if job.before is not None:
+        return job.before.past.start.tags
+    if isinstance(job.start, Beginning):
+        return job.start.tags
+    return {}
 
 
 def _link_fork(job: _Job) -> None:

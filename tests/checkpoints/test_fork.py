@@ -8,12 +8,16 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from pipeline.checkpoints import files, snapshot
+from pipeline.checkpoints import files, fork, snapshot
 from pipeline.checkpoints.files import BEST
+from pipeline.checkpoints.fork import Fork
 from pipeline.config import compose
+from pipeline.run import ending_lines
+from tests import composing
 from tests.checkpoints.test_resume_rules import (
     RUN,
     UPDATES,
@@ -162,6 +166,63 @@ def test_a_fork_with_another_learning_rate(tmp_path):
     # The loss of an update is that before the update.
     assert losses[6] == losses_of_run[6]
     assert losses[7] != losses_of_run[7]
+
+
+@pytest.mark.parametrize(
+    ("weights_only", "line"),
+    [
+        (
+            False,
+            "continues from the state of run a after update 5, with a learning rate ",
+        ),
+        (True, "begins with the weights of run a after update 5"),
+    ],
+)
+def test_a_fork_says_that_its_precision_is_another_one(weights_only, line):
+    """It took another precision without a word."""
+    checkpoint = SimpleNamespace(updates_done=5)
+    start = Fork("a", Path("run"), checkpoint, weights_only, own_rate=True)
+    (said,) = start.messages({})
+    assert said.startswith(line)
+    start.precisions = ("float32", "mixed_bfloat16")
+    assert start.messages({}) == [f"{said}, in mixed_bfloat16 instead of float32"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "source", "needs_override"),
+    [
+        ("here/run", "a" * 32, False),
+        ("other/run", "a" * 32, True),
+        ("here/run", "{folder}", True),  # it is in no store, so it has no ID
+    ],
+)
+def test_the_command_that_repeats_a_fork_names_a_run_that_it_would_not_find(
+    tmp_path, monkeypatch, folder, source, needs_override
+):
+    """The command that was printed was rejected."""
+    run_dir = tmp_path / folder
+    run_dir.mkdir(parents=True)
+    (run_dir / "journal.jsonl").touch()
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    tags = {"start.run": source.format(folder=run_dir), "start.update": "5"}
+    spec = composing.spec_of([f"start.run={run_dir}", "start.weights_only=true"])
+
+    override = fork.override_to_repeat(spec, tags)
+    line = ending_lines.open_or_repeat("b" * 32, spec, start=override)
+    if needs_override:
+        assert line.endswith(f"pipeline rerun {'b' * 32} start.run={run_dir}@5")
+    else:
+        assert line.endswith(f"pipeline rerun {'b' * 32}")
+
+
+def test_a_run_that_begins_anew_or_with_an_id_needs_no_override(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tags = {"start.run": "a" * 32, "start.update": "5"}
+    for overrides in ([], ["start.run=aaaaaaa@5"], ["start.run='models:/m@latest'"]):
+        weights_only = ["start.weights_only=true"] if overrides else []
+        spec = composing.spec_of([*overrides, *weights_only])
+        assert fork.override_to_repeat(spec, tags) == ""
 
 
 TEXTS = (
