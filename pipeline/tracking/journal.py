@@ -190,7 +190,7 @@ class Journal:
         self._when_unreachable = when_unreachable
         self._is_offline = False
         self._path = run_dir / JOURNAL_NAME
-        self._run_id = ""
+        self._ids: RunIds | None = None  # of the run, once it is in the store
         self._lives = LIVES
         self._lag = LAG
         # Held while a line is written. A thread may enter it twice, since a signal may
@@ -281,7 +281,7 @@ class Journal:
             StoreError: the store did not accept the run.
         """
         self.id = past.start.tags["journal"]
-        self._run_id = past.run_id
+        self._ids = past.run
         ids = self._attach(past.path, resumes=True)
         self._writer = past.truncated_writer()
         store = secrets.mask(sqlite_uri.absolute(self.uri))
@@ -329,7 +329,9 @@ class Journal:
     def close(self, status: str) -> str | None:
         """Write the end of the run, and wait until all lines are shipped.
 
-        The wait ends if the store makes no progress for `patience` seconds.
+        The wait ends if the store makes no progress for `patience` seconds. If all
+        lines are shipped, the last line of the journal says so: `pipeline sync` then
+        knows it without asking the store.
 
         Returns:
             The reason why lines were not shipped, or None if all lines were shipped.
@@ -350,10 +352,21 @@ class Journal:
                 time.sleep(1)
         finally:  # also after an interruption, which ends the wait
             self.shipper.terminate()
+            if problem is None and self._ids is not None:
+                self._note_complete(self._ids)
             if not self._writer.close():
                 where = "which are lost" if problem else "which only the store has"
                 say(f"the disk has no room for the last lines of {self._path}, {where}")
         return problem
+
+    def _note_complete(self, ids: RunIds) -> None:
+        """Write a line that says that the store has all lines before it.
+
+        If the disk is full, it is left out, as the file lacks other lines, too.
+        """
+        with contextlib.suppress(OSError), self._lock:
+            if not self._writer.unwritten():
+                self._writer.write(Created(ids, complete=True).content())
 
     def abandon(self) -> None:
         """Give up before the run exists, and leave the store unchanged.
@@ -382,8 +395,8 @@ class Journal:
             self._ship(may_exist=may_exist, resumes=resumes)
             answer = self._wait_for_answer()
             if isinstance(answer, Attached):
-                self._run_id = answer.run_id
-                return RunIds(answer.run_id, answer.experiment_id)
+                self._ids = RunIds(answer.run_id, answer.experiment_id)
+                return self._ids
 
             assert isinstance(answer, Failed)  # the only other answer to `Ship`
             if answer.fault == Fault.DIED and self._lives:
@@ -406,7 +419,8 @@ class Journal:
 
     def _ship(self, *, may_exist: bool, resumes: bool = False) -> None:
         """Send the command to ship this run."""
-        self.shipper.send(Ship(str(self._path), may_exist, self._run_id, resumes))
+        run_id = "" if self._ids is None else self._ids.run_id
+        self.shipper.send(Ship(str(self._path), may_exist, run_id, resumes))
 
     def _attach_error(self, failure: Failed, *, resumes: bool) -> Exception:
         """Return the exception for a shipper that could not create or find the run."""

@@ -17,12 +17,14 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         folder: the run directory.
         own: the store that the user's config names.
         patience: seconds without progress after which the store counts as unreachable.
-        named: whether the user named the run. If not, a run that is complete in the
+        named: whether the user named the run. If not, a run that is complete in its
             store is skipped, and a run that is still running or whose journal cannot be
             read is skipped with a message.
 
     Returns:
-        The exit status: 0, or `NOT_SHIPPED` if the store lacks a part of the run.
+        The exit status: 0, or `NOT_SHIPPED` if the store lacks a part of the run. It is
+        also `NOT_SHIPPED` if that is unknown, as the run is in a store that is neither
+        the user's nor allowed, and its journal does not say that it is complete.
 
     Raises:
         ConfigError: the user named the run, and it cannot be shipped to this store.
@@ -37,11 +39,26 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
         return 0
 
     try:
-        summary = _ship(folder, past, own, patience, skip_complete=not named)
+        where = f"the journal in {folder}"
+        uri = own.followed(past.store, where, moves=not past.run_id)
+    except ConfigError as error:
+        if named:
+            raise
+        if past.uploaded:
+            return 0
+        problem = "nothing is in a store yet"
+        if past.run_id:
+            problem = "it is unknown whether its store has everything"
+        say(f"{folder}: {problem}: {error}")
+        return NOT_SHIPPED
+
+    try:
+        summary = _ship(folder, past, uri, patience, skip_complete=not named)
     except Exception as error:
         if named and isinstance(error, ConfigError):
             raise
-        say(f"{folder}: not everything is in the store yet: {first_line(error)}")
+        problem = f"not everything is in the store {secrets.mask(uri)} yet"
+        say(f"{folder}: {problem}: {first_line(error)}")
         return NOT_SHIPPED
     if summary is None:
         return 0
@@ -54,18 +71,9 @@ def sync_run(folder: str, own: OwnStore, patience: float, *, named: bool) -> int
 
 
 def _ship(
-    folder: str, past: Past, own: OwnStore, patience: float, *, skip_complete: bool
+    folder: str, past: Past, uri: str, patience: float, *, skip_complete: bool
 ) -> str | None:
     """Ship the journal; return a summary, or None if the run was skipped."""
-    place = f"the journal in {folder}"
-    try:
-        uri = own.followed(past.store, place, moves=not past.run_id)
-    except ConfigError:
-        # Skip a run that is complete in the store that its journal names.
-        if skip_complete and past.uploaded:
-            return None
-        raise
-
     from pipeline.tracking.store import Store  # imports MLflow
     from pipeline.tracking.uploader import Uploader
 
@@ -101,7 +109,8 @@ def _remember(past: Past, run: RunIds, uri: str) -> None:
     changed meanwhile. The next `pipeline sync` then asks the store.
     """
     store = secrets.mask(sqlite_uri.absolute(uri))
-    if past.damage or (past.run_id == run.run_id and past.store == store):
+    is_known = past.uploaded and past.run_id == run.run_id and past.store == store
+    if past.damage or is_known:
         return
     with suppress(ConfigError, OSError):
         locked = LockedPast.open(past.path.parent)

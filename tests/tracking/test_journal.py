@@ -20,7 +20,7 @@ from contextlib import closing
 import pytest
 from mlflow.tracking import MlflowClient
 
-from pipeline.common.errors import ConfigError, StoreError
+from pipeline.common.errors import NOT_SHIPPED, ConfigError, StoreError
 from pipeline.common.sqlite_uri import absolute
 from pipeline.tracking import journal_file
 from pipeline.tracking import store as tracking_store
@@ -579,6 +579,42 @@ def test_a_journal_leads_to_no_store_but_the_users(tmp_path):
         evil.settimeout(0)
         with pytest.raises(BlockingIOError):  # nobody has come
             evil.accept()
+
+
+def test_a_run_that_is_complete_in_another_store_is_passed_over(tmp_path, capsys):
+    """It was called incomplete, with status 4."""
+    journal = begun(tmp_path)
+    write(journal, 1, 2)
+    assert journal.close("FINISHED") is None
+    capsys.readouterr()
+    elsewhere = OwnStore("sqlite:///elsewhere.db", (), on_command_line=False)
+    assert sync_run(str(tmp_path), elsewhere, 1.0, named=False) == 0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(ConfigError, match=r"tracking\.uri must be that of the journal"):
+        sync_run(str(tmp_path), elsewhere, 1.0, named=True)
+
+    # Its own store is still asked: somebody may have deleted the run there.
+    own = OwnStore(journal.uri)
+    assert sync_run(str(tmp_path), own, 60.0, named=True) == 0
+    assert "0 points sent to the store" in capsys.readouterr().err
+
+
+def test_a_run_of_another_store_is_complete_there_once_it_was_uploaded(
+    tmp_path, capsys
+):
+    journal = begun(tmp_path)
+    write(journal, 1, 2)
+    journal._writer.close()
+    journal.abandon()  # as if the trainer and its shipper had been killed
+    elsewhere = OwnStore("sqlite:///elsewhere.db", (), on_command_line=False)
+    assert sync_run(str(tmp_path), elsewhere, 1.0, named=False) == NOT_SHIPPED
+    line = f"{tmp_path}: it is unknown whether its store has everything: tracking.uri "
+    assert capsys.readouterr().err.startswith(line)
+
+    assert sync_run(str(tmp_path), OwnStore(journal.uri), 60.0, named=True) == 0
+    capsys.readouterr()
+    assert sync_run(str(tmp_path), elsewhere, 1.0, named=False) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_a_store_that_is_trusted_is_followed(tmp_path):
