@@ -561,23 +561,15 @@ def stream_plan(
 
     Args:
         first: how the first update is cut.
-        horizon: length of the run, in updates or epochs.
+        horizon: length of the run, in updates or epochs; `resolve` rejects examples.
         windows: the batches of each update so far, in order; the sequence grows.
         per_epoch: number of updates per epoch; None if it is unknown, `ENDLESS` if the
             training split repeats endlessly.
         cut: whether batches are cut into micro-batches.
 
     Raises:
-        ConfigError: the horizon is in examples, or it is in epochs and the training
-            split repeats endlessly.
+        ConfigError: the horizon is in epochs and the training split repeats endlessly.
     """
-    if horizon.unit == "examples":
-        rule = (
-            "cannot be the horizon with dataset.batched=true, as the number of "
-            "examples is not known: set training.updates"
-        )
-        raise ConfigError("training.examples", rule, horizon.length)
-
     whole_epochs = None
     if horizon.unit == "epochs":
         whole_epochs = horizon.length

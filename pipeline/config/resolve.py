@@ -263,6 +263,12 @@ def resolve(
         if unit != horizon.unit:
             composed.training[unit] = None
     validate.check_settings(composed)
+    if composed.dataset.get("batched") and horizon.unit == "examples":
+        rule = (
+            f"cannot be the horizon with {sizes.BATCHED}=true, as the number of "
+            "examples is not known: set training.updates"
+        )
+        raise ConfigError("training.examples", rule, horizon.length)
 
     named = _set_sizes(composed, named)
     spec = _spec(composed, workers, overrides, named)

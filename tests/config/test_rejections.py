@@ -232,3 +232,12 @@ def test_a_file_of_a_new_group_has_to_name_its_package(tmp_path, monkeypatch):
     )
     with pytest.raises(ConfigError, match=f"^{rule}"):
         compose.composed(["--config-dir", "conf", "+callbacks=late"])
+
+
+def test_a_horizon_in_examples_does_not_fit_batches_of_any_size():
+    """It was rejected only when the data were loaded."""
+    overrides = ("dataset.batched=true", "training.examples=900")
+    assert rejection(*overrides) == (
+        "training.examples cannot be the horizon with dataset.batched=true, as the "
+        "number of examples is not known: set training.updates. Received: 900."
+    )

@@ -222,8 +222,6 @@ def test_counters_of_batches_of_any_size():
     assert [plan.place(done) for done in range(5)] == places
     assert [update for update in updates if plan.ends_epoch(update)] == [3, 6]
     assert [update for update in updates if plan.ended(update)] == [6]
-    with pytest.raises(ConfigError, match=r"training\.examples cannot be the horizon"):
-        stream_plan(cut, Horizon("examples", 9), stream.windows, None, True)
 
 
 def test_a_loader_without_an_end_has_no_epochs():
