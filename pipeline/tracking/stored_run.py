@@ -3,7 +3,7 @@
 import errno
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlflow import MlflowClient
@@ -35,7 +35,7 @@ MOST_FORKS = 140  # maximum number of run IDs in a tag
 
 # Tags of a run.
 FORKS = "forks"  # the IDs of runs that began with a checkpoint of this run
-NOT_SHIPPED_TAG = "not_shipped"  # names a rejected line or an unreadable file
+NOT_SHIPPED_TAG = "not_shipped"  # names rejected lines and unreadable files
 
 # The part of a picture's name that differs if the picture is made again.
 _TIMESTAMP = re.compile(r"\+timestamp\+\d+")
@@ -79,6 +79,9 @@ class StoredRun:
         self.expected = Expected()
         self.not_logged = ""
         self._tell = tell
+        # The problems that the tag `NOT_SHIPPED_TAG` names, as an ordered set. Each
+        # process ships all lines, so it finds the problems of earlier ones again.
+        self._problems: dict[str, None] = {}
         # The pictures in the store, without their timestamps; None until they are read.
         self._pictures: dict[str, str] | None = None
 
@@ -115,8 +118,10 @@ class StoredRun:
                 self._end_run(line)
 
     def note(self, problem: str) -> None:
-        """Set the tag `NOT_SHIPPED_TAG` to a description of a missing item."""
-        self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, problem[:LONGEST_TAG])
+        """Add the description of a missing item to the tag `NOT_SHIPPED_TAG`."""
+        self._problems[problem] = None
+        text = _listed([*self._problems], LONGEST_TAG)
+        self.client.set_tag(self.run_id, NOT_SHIPPED_TAG, text)
 
     def _ship_input(self, line: Input) -> None:
         """Log one input.
@@ -272,3 +277,20 @@ class StoredRun:
             raise OSError(
                 f"when read again, the store has the run as {status}, not as {line.end}"
             )
+
+
+def _listed(problems: Sequence[str], longest: int) -> str:
+    """Return the problems in one text of at most `longest` characters.
+
+    The first problem is cut if necessary. Later problems that do not fit are counted.
+    """
+    text = problems[0][:longest]
+    for i, problem in enumerate(problems[1:], start=1):
+        longer = f"{text}; {problem}"
+        remaining = len(problems) - i - 1
+        end = f"; and {remaining} more" if remaining else ""
+        if len(longer) + len(end) > longest:
+            end = f"; and {remaining + 1} more"
+            return text[: longest - len(end)] + end
+        text = longer
+    return text

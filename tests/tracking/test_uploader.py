@@ -23,6 +23,7 @@ from mlflow.protos.databricks_pb2 import (
 
 from pipeline.tracking import journal_file, run_creation, uploader
 from pipeline.tracking.expected import MOST_FAILED_LISTS
+from pipeline.tracking.foreign_store import LONGEST_TAG
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.journal_lines import Created, Fork, RunIds
 from pipeline.tracking.stored_run import IncompleteError, StoredRun
@@ -161,6 +162,39 @@ def test_a_line_is_left_out_once_it_was_rejected_several_times(
         assert "mine" not in store.run["tags"]
         note = store.run["tags"]["not_shipped"]
         assert note == "tags: it is too long"
+
+
+def tag_of_missing_files(folder, names):
+    """Ship a journal that names files that do not exist; return `not_shipped`."""
+    writer = journal_file.create(folder / JOURNAL_NAME)
+    for line in lines():
+        if line.get("artifact"):
+            for name in names:
+                writer.write({**line, "artifact": name})
+        elif "shown" not in line:
+            writer.write(line)
+    writer.close()
+    store = MemoryStore()
+    ship(store, folder / JOURNAL_NAME)
+    # A process that ships the journal again names nothing twice.
+    with closing(Uploader(store, folder / JOURNAL_NAME, may_exist=True)) as second:
+        second.finish(60.0)
+    return store.run["tags"]["not_shipped"]
+
+
+def test_all_that_is_left_out_is_named(tmp_path):
+    """Only the last one was."""
+    reason = "No such file or directory"
+    note = tag_of_missing_files(tmp_path, ["a.txt", "b.txt", "c.txt"])
+    assert note == f"a.txt: {reason}; b.txt: {reason}; c.txt: {reason}"
+
+
+def test_what_a_tag_has_no_room_for_is_counted(tmp_path):
+    names = [f"{number:0100}.txt" for number in range(100)]
+    note = tag_of_missing_files(tmp_path, names)
+    assert 4_700 < len(note) <= LONGEST_TAG
+    named = note.count("No such file")
+    assert note.endswith(f"; and {100 - named} more")
 
 
 def test_a_point_that_is_rejected_is_not_left_out(path, monkeypatch):
