@@ -29,6 +29,8 @@ COPY = "MLflow has a copy among the artifacts of the run"
 def read(run_dir: Path, past: Past, key: str) -> dict[str, Any]:
     """Return the resolved config with which the run in `run_dir` began.
 
+    If the directory was moved or copied, paths into the old one are replaced.
+
     Args:
         run_dir: the run directory.
         past: the state of the run according to its journal.
@@ -40,10 +42,33 @@ def read(run_dir: Path, past: Past, key: str) -> dict[str, Any]:
     rule = f"must have a {CONFIG_RECORD} that can be read"
     with as_config_error(key, rule, str(run_dir), COPY):
         config = recorded.read(run_dir / CONFIG_RECORD, FORM)
-    if not _has_recorded_hash(config, run_dir, past, key):
+    recorded_path = _recorded_path(run_dir, key)
+    if not _has_recorded_hash(config, run_dir, past, recorded_path):
         raise ConfigError(key, _rule_against_edits(config, past), str(run_dir))
     with as_config_error(key, rule, str(run_dir), COPY):
-        return dict(former_names.migrated(config))
+        migrated = former_names.migrated(config)
+    return with_moved_paths(migrated, recorded_path, run_dir)
+
+
+def with_moved_paths(
+    config: Mapping[str, Any], before: str, run_dir: Path
+) -> dict[str, Any]:
+    """Return a config with the paths in an earlier run directory moved to `run_dir`.
+
+    Args:
+        config: a plain config.
+        before: the absolute path of the earlier directory. If it is not absolute, as it
+            is unknown, the config is returned unchanged.
+        run_dir: the run directory.
+    """
+    old_dir = before.rstrip("/")
+
+    def move(text: str) -> str:
+        if old_dir.startswith("/") and f"{text}/".startswith(f"{old_dir}/"):
+            return f"{run_dir.absolute()}{text[len(old_dir) :]}"
+        return text
+
+    return dict(plain.mapped(config, move))
 
 
 def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
@@ -68,7 +93,7 @@ def complete(config: dict[str, Any], past: Past, keys: set[str]) -> None:
 
 
 def _has_recorded_hash(
-    config: Mapping[str, Any], run_dir: Path, past: Past, key: str
+    config: Mapping[str, Any], run_dir: Path, past: Past, recorded_path: str
 ) -> bool:
     """Return whether the keys that decide what the run computes are as they were.
 
@@ -78,7 +103,7 @@ def _has_recorded_hash(
         config: the config, as it is now.
         run_dir: the run directory.
         past: the state of the run according to its journal.
-        key: the argument or config key that names the run in errors.
+        recorded_path: the path of the run directory when the run began, or "".
     """
     recorded_hash = past.start.tags.get(provenance.HASH_TAG)
     # Schema 0 was hashed in another way.
@@ -86,7 +111,7 @@ def _has_recorded_hash(
         return True
     # The hash does not depend on the run directory, whose path may be part of values.
     # It may have been moved since, or its recorded path may be masked.
-    paths = {str(run_dir.absolute()), _recorded_path(run_dir, key)}
+    paths = {str(run_dir.absolute()), recorded_path}
     return any(provenance.has_hash(config, path, recorded_hash) for path in paths)
 
 

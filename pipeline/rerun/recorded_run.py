@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints import recorded_config
 from pipeline.common.errors import ConfigError, first_line, say
 from pipeline.config import former_names, key_kinds, plain, schema
 from pipeline.tracking import provenance, record_files
@@ -96,14 +97,8 @@ class RecordedRun:
 
         Paths in the old run directory are replaced by those in `run_dir`.
         """
-        old_dir = self.run_dir.rstrip("/")
-
-        def move(text: str) -> str:
-            if old_dir.startswith("/") and f"{text}/".startswith(f"{old_dir}/"):
-                return f"{run_dir.absolute()}{text[len(old_dir) :]}"
-            return text
-
-        return former_names.migrated(plain.mapped(self.config, move))
+        config = former_names.migrated(self.config)
+        return recorded_config.with_moved_paths(config, self.run_dir, run_dir)
 
     def check_schema(self) -> None:
         """Reject a record of an unknown schema; print a message for an older schema.

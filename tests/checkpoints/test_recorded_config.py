@@ -62,11 +62,28 @@ def edit(run_dir, before, after):
 
 
 def test_a_config_is_read_also_in_a_directory_that_was_moved(tmp_path):
-    run_dir = recorded_run(tmp_path)
+    run_dir = recorded_run(tmp_path, f"+model.note={run_dir_beside(tmp_path)}")
     before = read(run_dir)
     assert before["optimizer"]["learning_rate"] == 0.01
+    log = before["training"]["callbacks"]["log"]
+    assert log["path"] == f"{tmp_path}/run/log"
     moved = run_dir.rename(tmp_path / "elsewhere")
+    log["path"] = f"{tmp_path}/elsewhere/log"  # it was the old path
     assert read(moved) == before
+
+
+def run_dir_beside(folder):
+    """Return a path that begins like that of the run directory, but is not in it."""
+    return folder / "running" / "log"
+
+
+def test_a_run_that_was_moved_is_resumed_without_a_change(tmp_path):
+    moved = recorded_run(tmp_path).rename(tmp_path / "elsewhere")
+    path = f"+training.callbacks.log.path={moved}/log"
+    spec = spec_of(*OVERRIDES, path, "training.resume=auto")
+    continuation = find_continuation(moved, spec, required=False)
+    assert (continuation.changes, continuation.settings) == ([], {})
+    continuation.past.close()
 
 
 @pytest.mark.parametrize(
