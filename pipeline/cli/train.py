@@ -312,7 +312,8 @@ def _close(
     except Exception as error:  # The store is unreachable.
         close = sync_command(sweep.folder, parent.uri)
         reason = first_line(error)
-        say(f"the sweep could not be closed in the store ({reason}): {close}")
+        store = secrets.mask(parent.uri)
+        say(f"the sweep could not be closed in the store {store} ({reason}): {close}")
         if sweep.endings.failure_reasons():
             say(_missing_line(parent.run_id, command_again))
         return NOT_SHIPPED
