@@ -266,7 +266,7 @@ def test_a_run_that_never_reached_its_store(tmp_path, capsys):
     assert journal.start(tmp_path / JOURNAL_NAME, RunStart(**RUN)) is None
     write(journal, *range(1, 20))
     assert journal.close("FINISHED") == "the store was not contacted"
-    assert "for pipeline sync" in capsys.readouterr().err
+    assert "the run trains offline and is kept in" in capsys.readouterr().err
     place_store(tmp_path)
     # It still is not there.
     synced(tmp_path, f"tracking.uri={uri}", "tracking.patience=1", status=4)
