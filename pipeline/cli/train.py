@@ -307,6 +307,7 @@ def _close(
     if sweep is None:
         return 0
     parent = sweep.parent
+    failure_reasons = sweep.endings.failure_reasons()
     try:
         status: int = sweep.close(broken, interrupted_by)
     except Exception as error:  # The store is unreachable.
@@ -314,7 +315,7 @@ def _close(
         reason = first_line(error)
         store = secrets.mask(parent.uri)
         say(f"the sweep could not be closed in the store {store} ({reason}): {close}")
-        if sweep.endings.failure_reasons():
+        if failure_reasons:
             say(_missing_line(parent.run_id, command_again))
         return NOT_SHIPPED
     if status:
@@ -323,7 +324,10 @@ def _close(
                 "a config that was rejected is rejected again until you correct its "
                 "file; to correct an override, begin a new sweep"
             )
-        say(_missing_line(parent.run_id, command_again))
+        # The same command would not run these jobs either.
+        say(*sweep.lines_on_unplanned())
+        if broken or failure_reasons or not sweep.unplanned:
+            say(_missing_line(parent.run_id, command_again))
     if broken is None:
         _publish_report(sweep)
     return status

@@ -23,6 +23,7 @@ from pipeline.config import former_names, key_kinds, plain, trust_entries
 from pipeline.tracking.foreign_store import listed
 from pipeline.trust.gate import Gate, check_config
 
+RECORD = "sweep.overrides"  # tag of the parent run: the recorded overrides, as JSON
 # Keys that are not recorded with a sweep: they set where one call of the command reads
 # and writes, or which ports it opens.
 _LOCATIONS = (
@@ -74,6 +75,23 @@ def recordable(overrides: Iterable[str]) -> list[str]:
     return [mask(text) for text in overrides if _key(text) not in _LOCATIONS]
 
 
+def updated_record(tags: Mapping[str, str], overrides: Iterable[str]) -> list[str]:
+    """Return the overrides to record when a sweep is reopened.
+
+    A later override of a key takes the place of an earlier one, as in the names of the
+    jobs. Trust entries are not added, since a record is not trusted.
+
+    Args:
+        tags: the tags of the sweep's parent run.
+        overrides: the overrides with which the sweep is reopened.
+    """
+    added = [text for text in overrides if not _key(text).startswith("trust.")]
+    text_by_key = {}
+    for text in recordable([*listed(tags, RECORD), *added]):
+        text_by_key[text.split("=")[0]] = text
+    return list(text_by_key.values())
+
+
 def unrecorded(overrides: Iterable[str]) -> list[str]:
     """Return the overrides that are not recorded with a sweep."""
     return [text for text in overrides if not recordable([text])]
@@ -92,7 +110,7 @@ def to_repeat(overrides: Sequence[str], config: DictConfig) -> list[str]:
     recorded = recordable(overrides)
     others = unrecorded(overrides)
     try:
-        tags = {"sweep.overrides": json.dumps(recorded)}
+        tags = {RECORD: json.dumps(recorded)}
         trusted_overrides(tags, others, config)
     except ConfigError:
         return list(overrides)
@@ -153,7 +171,7 @@ def in_recorded_order(
     """
     own_text = {mask(text): text for text in command_line}
     ordered = []
-    for text in listed(tags, "sweep.overrides"):
+    for text in listed(tags, RECORD):
         if text in trusted:
             ordered.append(text)
         elif mask(text) in own_text:
@@ -168,7 +186,7 @@ def _recorded_overrides(
     repeated = {mask(text) for text in command_line}
     # Drop `tracking=…` from older records: the current command line selects the store.
     recorded = []
-    for text in listed(tags, "sweep.overrides"):
+    for text in listed(tags, RECORD):
         if mask(text) not in repeated and _key(text) != "tracking":
             recorded.append(text)
     return former_names.without_removed(recorded)

@@ -27,6 +27,7 @@ def close(
     patience: float,
     status: str | None = None,
     interrupted_by: str = "",
+    unfinished_status: str = "FAILED",
 ) -> int:
     """End the parent run of a sweep, and print how each job ended, the best one first.
 
@@ -39,9 +40,11 @@ def close(
         endings: how the jobs that this process ran have ended.
         patience: seconds that a job's shipper may wait for the store.
         status: `KILLED` or `FAILED` if the sweep itself was killed or failed. If None,
-            the status is `FINISHED` if all jobs finished, else `FAILED`.
+            the status is `FINISHED` if all jobs finished, else `unfinished_status`.
         interrupted_by: what interrupted the sweep, which then interrupted its jobs. It
             is recorded in their runs.
+        unfinished_status: the status of a sweep that itself ended as planned, but whose
+            jobs have not all finished.
 
     Returns:
         0 if all jobs finished, else 1.
@@ -77,7 +80,7 @@ def close(
 
     all_finished = finished == len(rows)
     if not status:
-        status = "FINISHED" if all_finished else "FAILED"
+        status = "FINISHED" if all_finished else unfinished_status
     stop_request.withdraw(parent)
     client.set_terminated(parent.run_id, status)
     if all_finished:

@@ -148,7 +148,7 @@ class SweepLauncher(Launcher):
     def _say_what_is_missing(
         self, sweep: RunningSweep, missing: int, planned: int
     ) -> None:
-        """Print how many jobs of a reopened sweep are run, and its overrides."""
+        """Print which jobs of a reopened sweep are run, and its overrides."""
         parent = sweep.parent
         what = f"{missing} of {count(planned, 'job')} to run"
         if self.config.hydra.sweeper.get("trials"):
@@ -157,6 +157,7 @@ class SweepLauncher(Launcher):
         overrides = again.recordable(self.config.hydra.overrides.task)
         if overrides:
             say(f"overrides: {shlex.join(overrides)}")
+        say(*sweep.lines_on_unplanned())
 
     def _opened_sweep(self, plan: SweepPlan) -> RunningSweep:
         """Open the sweep for its first batch, or add the jobs of a later batch."""

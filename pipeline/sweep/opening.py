@@ -22,7 +22,7 @@ from pipeline.config import session, trust_entries
 from pipeline.config.overrides import keys_set
 from pipeline.sweep import again, files, liveness, stop_request, sweep_file
 from pipeline.sweep.closing import close_as_killed
-from pipeline.sweep.parent_run import ParentRun
+from pipeline.sweep.parent_run import ParentRun, set_tag
 from pipeline.sweep.running_sweep import RunningSweep
 from pipeline.tracking.foreign_store import MULTIRUN, ForeignStore, listed
 from pipeline.tracking.params import param_text
@@ -55,7 +55,7 @@ def open_sweep(
         ConfigError: the sweep cannot be reopened, or another process works on it.
     """
     if config.tracking.sweep:
-        sweep = reopen(config, varied)
+        sweep = reopen(config, names, varied)
     else:
         sweep = _create(config, len(names), varied)
     say_id(sweep.parent.run_id)
@@ -79,15 +79,13 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     store = Store(config.tracking.uri)
     experiment_id = store.experiment(str(config.tracking.experiment))
 
-    # Do not resolve the overrides, since resolved values may hold secrets. `recordable`
-    # leaves out the store, whose URI may hold a password: `--again` gets it from the
-    # user's config.
-    recorded: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
-    overrides = again.recordable([*recorded["hydra"], *recorded["task"]])
+    # `recordable` leaves out the store, whose URI may hold a password: `--again` gets it
+    # from the user's config.
+    overrides = again.recordable(_unresolved_overrides(config))
     name = _sweep_name(config)
     tags = {
         "sweep.name": name,
-        "sweep.overrides": json.dumps(overrides),
+        again.RECORD: json.dumps(overrides),
         "sweep.folder": mask(str(Path(config.hydra.sweep.dir).absolute())),
         "mlflow.source.name": "pipeline",
     }
@@ -126,8 +124,19 @@ def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSwee
     )
 
 
-def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
+def reopen(
+    config: DictConfig, names: Collection[str], varied: Sequence[str]
+) -> RunningSweep:
     """Reopen the sweep `tracking.sweep`, after closing the runs of its dead jobs.
+
+    Also record the overrides, so that the next `--again` continues what this one began.
+    They are not recorded if they do not plan all jobs that have not finished, as these
+    would then be lost.
+
+    Args:
+        config: the config of the multirun.
+        names: the names of the jobs in the first batch.
+        varied: the config keys that the sweep varies.
 
     Raises:
         ConfigError: the command line does not name the sweep or names another
@@ -156,8 +165,17 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
     _check_experiment_override(config, experiment)
     store.check_experiment(experiment)
 
-    close_dead_jobs(client, stored_parent, parent.children())
+    children = parent.children()
+    close_dead_jobs(client, stored_parent, children)
     _claim(client, parent.run_id)
+    unplanned = []
+    # A search plans its later jobs only when the earlier ones have ended.
+    if not config.hydra.sweeper.get("trials"):
+        unplanned = _unplanned_jobs(parent.job_names, children, names)
+    if not unplanned:
+        given = _unresolved_overrides(config)
+        record = again.updated_record(stored_parent.data.tags, given)
+        set_tag(parent, again.RECORD, json.dumps(record))
     stop_request.withdraw(parent)
     client.update_run(parent.run_id, "RUNNING")
     liveness.write_heartbeat(parent)
@@ -169,7 +187,40 @@ def reopen(config: DictConfig, varied: Sequence[str]) -> RunningSweep:
         config.tracking.patience,
         store.places,
         experiment,
+        former_status=_terminal_status(stored_parent),
+        unplanned=unplanned,
     )
+
+
+def _unresolved_overrides(config: DictConfig) -> list[str]:
+    """Return the overrides of a multirun; resolved values might hold secrets."""
+    overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return [*overrides["hydra"], *overrides["task"]]
+
+
+def _unplanned_jobs(
+    job_names: Sequence[str], children: Mapping[str, Any], planned: Collection[str]
+) -> list[str]:
+    """Return the names of unfinished jobs of a sweep that are not planned any more.
+
+    Args:
+        job_names: the names of all jobs that were ever planned.
+        children: the runs of the sweep's jobs, by the job's name.
+        planned: the names of the jobs that are planned now.
+    """
+    unplanned = []
+    for name in job_names:
+        run = children.get(name)
+        is_finished = run is not None and run.info.status == "FINISHED"
+        if not is_finished and name not in planned:
+            unplanned.append(name)
+    return unplanned
+
+
+def _terminal_status(stored_parent: Any) -> str:
+    """Return the status of a sweep that has ended; KILLED if it was not closed."""
+    status: str = stored_parent.info.status
+    return "KILLED" if status == "RUNNING" else status
 
 
 def _sweep_name(config: DictConfig) -> str:

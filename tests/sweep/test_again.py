@@ -136,6 +136,19 @@ def test_a_repeated_override_keeps_its_place_in_the_names_of_jobs():
     assert ordered == [*recorded, "training.epochs=1"]
 
 
+def test_the_record_has_the_last_override_of_a_key_in_the_place_of_the_first():
+    recorded = ["model=mlp", "seed=0,1", "trust.allow=[mine]"]
+    tags = {"sweep.overrides": json.dumps(recorded)}
+    given = [*recorded[:2], "seed=0,1,2", "training.epochs=2", "trust.allow=[mine,x]"]
+    given += ["tracking.sweep=ab12", "tracking.confined=true"]
+    assert again.updated_record(tags, given) == [
+        "model=mlp",
+        "seed=0,1,2",
+        "trust.allow=[mine]",
+        "training.epochs=2",
+    ]
+
+
 def test_parameters_of_slurm_are_left_out_where_the_rest_runs_on_this_machine():
     recorded = [
         "hydra/launcher=submitit_slurm",
@@ -347,6 +360,82 @@ def test_what_is_missing_runs_and_no_failure_stops_another(tmp_path):
     assert "'seed=2'" in line
     assert f"hydra.sweep.dir='{tmp_path}/2'" in line
     assert made.client.get_run(made.run_id).info.status == "FAILED"
+
+
+ADDED = """
+from types import SimpleNamespace
+from pathlib import Path
+from pipeline.common.signals import Terminated
+from pipeline.sweep.ending import Ending, Outcome
+from pipeline.sweep.local import LocalLauncher
+
+class Added(LocalLauncher):
+    # Its jobs are interrupted, until a file `healed` is there; they start no process.
+    interval = 0.0
+
+    def _slots(self, hardware_of_jobs):
+        return [[]]
+
+    def _prepare(self):
+        pass
+
+    def _backend(self, sweep, hardware_of_jobs):
+        return self
+
+    def poll(self):
+        pass
+
+    def stop(self, running, *, kill):
+        pass
+
+    def job(self, task, gpus):
+        if not Path("healed").exists():
+            raise Terminated("SIGTERM")
+        ending = Ending(Outcome.FINISHED, 1.0)
+        return SimpleNamespace(start=lambda: None, poll=lambda: ending)
+"""
+
+
+@pytest.mark.slow
+def test_the_short_command_continues_what_was_added_and_then_changes_nothing(tmp_path):
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "added.py").write_text(ADDED)
+    made = PlantedSweep(
+        synthetic.store(tmp_path), ["seed=0", "seed=1"], ["seed"], "seeds"
+    )
+    made.tag(made.run_id, **{"sweep.overrides": json.dumps(["seed=0,1"])})
+    for name in ("seed=0", "seed=1"):
+        made.job(name, {"train/loss": [2, 1]})
+    made.end()
+    launcher = "hydra.launcher._target_=hydra_plugins.added.Added"
+    command = ("sweep", "seeds", "--again", made.run_id, launcher)
+
+    def status() -> str:
+        return made.client.get_run(made.run_id).info.status
+
+    stopped = pipeline(*command, "seed=0,1,2", cwd=tmp_path, status=143)
+    assert "1 of 3 jobs to run" in stopped.stderr
+    assert status() == "KILLED"
+    # Without the seeds: what `pipeline runs` prints.
+    (tmp_path / "healed").touch()
+    continued = pipeline(*command, cwd=tmp_path, status=1)  # its job leaves no run
+    assert "1 of 3 jobs to run" in continued.stderr
+    assert "  seed=2: finished after 0 s" in continued.stderr
+    made.job("seed=2", {"train/loss": [2, 1]})
+    nothing = pipeline(*command, cwd=tmp_path)
+    assert "0 of 3 jobs to run" in nothing.stderr
+    assert status() == "FINISHED"
+
+    # Other jobs are recorded only once no job of the record is unfinished.
+    made.job("seed=1", {"train/loss": [2, 1]}, status="FAILED")
+    made.end("KILLED")
+    other = pipeline(*command, "seed=0,2", cwd=tmp_path, status=1)
+    assert "0 of 2 jobs to run" in other.stderr
+    assert other.stderr.count("these overrides do not plan: seed=1;") == 2
+    assert "run what is missing with" not in other.stderr
+    assert status() == "KILLED"
+    recorded = made.client.get_run(made.run_id).data.tags["sweep.overrides"]
+    assert "seed=0,1,2" in json.loads(recorded)
 
 
 # Whether it still runs

@@ -46,7 +46,8 @@ def config(tmp_path, monkeypatch):
             "trust": {"allow": []},
             "hydra": {
                 "job": {"config_name": "config"},
-                "overrides": {"task": []},
+                "overrides": {"hydra": [], "task": []},
+                "sweeper": {},
                 "sweep": {"dir": str(tmp_path / "jobs")},
             },
         }
@@ -59,7 +60,7 @@ def reopened(config, count, pause):
 
     def reopen():
         try:
-            answers.append(opening.reopen(config, []))
+            answers.append(opening.reopen(config, [], []))
         except ConfigError as error:
             answers.append(str(error))
 
