@@ -51,7 +51,9 @@ def interrupted_before_start() -> Ending:
 def without_result(cause: str, output: str) -> Ending:
     """Return the ending of a job whose process ended without a result.
 
-    The reason is the cause, followed by the last non-empty line of the output.
+    The reason is the cause, followed by the last non-empty line of the output. The line
+    is left out if the sweep interrupted the job, since it then says only what the job
+    was doing.
 
     Args:
         cause: what ended the process.
@@ -59,7 +61,7 @@ def without_result(cause: str, output: str) -> Ending:
     """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     reason = cause
-    if lines:
+    if lines and cause != INTERRUPTED:
         reason = f"{cause}: {secrets.mask(lines[-1])}"
     return Ending(Outcome.NO_RESULT, reason=reason, cause=cause)
 

@@ -237,7 +237,10 @@ class SlurmJob:
         if self._polls_since_end < _POLLS_FOR_RESULT:
             return None
         cause = f"killed (Slurm job {self._submitted.job_id}: {state})"
-        return without_result(cause, self._submitted.stderr() or "")
+        output = ""
+        if state != "CANCELLED":  # the last line is not why it was cancelled
+            output = self._submitted.stderr() or ""
+        return without_result(cause, output)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.sweep.ending import (
+    INTERRUPTED,
     Ending,
     JobEndings,
     Outcome,
@@ -21,6 +22,8 @@ def test_an_ending_is_printed_as_its_cause_or_else_as_its_outcome():
 def test_the_reason_of_a_job_without_result_ends_with_its_last_line():
     ending = without_result("killed by SIGKILL", "first\n\n  so long  \n\n")
     assert ending.reason == "killed by SIGKILL: so long"
+    stopped = without_result(INTERRUPTED, "waiting for the store sqlite:///mlflow.db\n")
+    assert stopped.reason == "interrupted"
 
 
 def test_a_job_that_finishes_when_it_runs_again_has_no_reason_to_have_failed():
