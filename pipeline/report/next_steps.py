@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.common.errors import count
+from pipeline.config.plain import short
 from pipeline.report.findings import Result, SweepFinding, results_of
 from pipeline.report.job_results import NO_RUN, JobResult, finished_jobs
 from pipeline.report.largest_batch import LargestBatch
@@ -37,6 +38,21 @@ class BestOfSearch(Result):
     """The recommended settings of a search."""
 
     recommended: str
+
+
+@dataclass(frozen=True)
+class EdgeOfSearch(Result):
+    """A key whose best value lies at an edge of the search.
+
+    Attributes:
+        key: the config key.
+        best: its best value.
+        edge: `lower` or `upper`.
+    """
+
+    key: str
+    best: float
+    edge: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +119,10 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
     jobs are missing, since the settings that ran first would win.
     """
     if sweep.best:
-        yield _take_best_of_search(sweep, earlier)
+        best = _take_best_of_search(sweep, earlier)
+        yield best
+        for result in results_of([best], BestOfSearch):
+            yield from _search_beyond_edges(sweep, result.recommended)
         return
     if not all(job.has_outcome for job in sweep.jobs):
         return
@@ -150,6 +169,46 @@ def _take_best_of_search(
     text = f"Take {sweep.best}: the lowest loss of the search."
     text += _better_final(sweep, earlier, sweep.best)
     return SweepFinding("next", text, BestOfSearch(sweep.best))
+
+
+def _search_beyond_edges(
+    sweep: SweepResult, recommended: str
+) -> Iterable[SweepFinding]:
+    """Recommend to search beyond the range whose edge has the best learning rate.
+
+    Intervals on a logarithmic scale are checked for other keys, too. The other keys may
+    have a natural limit, such as a dropout rate of 0.
+
+    Args:
+        sweep: the search.
+        recommended: the best settings.
+    """
+    best_texts = dict(word.split("=", 1) for word in recommended.split() if "=" in word)
+    names = [short(key, "").removesuffix("=") for key in sweep.ranges]
+    for key, searched in sweep.ranges.items():
+        name = short(key, "").removesuffix("=")
+        if names.count(name) > 1:
+            continue
+        if not searched.log and key.split(".")[-1] != "learning_rate":
+            continue
+        tried = [job.setting(name) for job in sweep.jobs if job.status != NO_RUN]
+        numbers = [value for value in tried if isinstance(value, float)]
+        try:
+            best = float(best_texts[name])
+        except (KeyError, ValueError):
+            continue
+        edge = searched.edge(best, numbers)
+        if edge == "lower":
+            text = f"Search {key} below {number(searched.low)}, too"
+        elif edge == "upper":
+            text = f"Search {key} above {number(searched.high)}, too"
+        else:
+            continue
+        text += (
+            f": the best value, {best_texts[name]}, lies at the {edge} edge of the "
+            f"search, which was from {number(searched.low)} to {number(searched.high)}."
+        )
+        yield SweepFinding("next", text, EdgeOfSearch(key, best, edge))
 
 
 def _take_fastest(

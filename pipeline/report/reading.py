@@ -8,6 +8,7 @@ from typing import Any
 
 from pipeline.config.plain import short
 from pipeline.report.job_results import JobResult, job_result
+from pipeline.report.search_range import recorded_ranges
 from pipeline.report.sweep_result import SweepResult
 from pipeline.tracking.foreign_store import CRITICAL, ForeignStore, SweepRecord, listed
 
@@ -53,6 +54,7 @@ def read(uri: str, sweep: str, allow: Sequence[str] = ()) -> SweepResult:
         varied=listed(tags, "sweep.varied"),
         jobs=jobs,
         best=_best_settings(tags),
+        ranges=recorded_ranges(tags),
         question=tags.get("sweep.question", ""),
         search="sweep.search" in tags or "sweep.best" in tags,
         looks=_looks(client, parent),

@@ -1,8 +1,8 @@
 """A sweep: its jobs, how they are grouped, and the values that are compared."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from pipeline.report.job_results import (
     finished_jobs,
     grouped,
 )
+from pipeline.report.search_range import SearchRange
 from pipeline.report.seed_differences import Values, values_by_seed
 from pipeline.report.target import TargetLoss, choose
 from pipeline.tracking.foreign_store import CRITICAL
@@ -49,6 +50,7 @@ class SweepResult:
         jobs: the jobs in the order of the plan, then those that are not in the plan.
         best: the settings with the lowest loss if the sweep was a search, or else
             empty.
+        ranges: the ranges in which a search looked for values, by key.
         question: the question in the header of the sweep file.
         search: whether the sweep was a search, in which the results of earlier trials
             determine later ones.
@@ -65,6 +67,7 @@ class SweepResult:
     varied: list[str]
     jobs: list[JobResult]
     best: str = ""
+    ranges: Mapping[str, SearchRange] = field(default_factory=dict)
     question: str = ""
     search: bool = False
     looks: tuple[int, ...] = ()

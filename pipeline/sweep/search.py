@@ -134,7 +134,7 @@ class SearchSweeper(Sweeper):
                     loss = math.inf
                 results.append(_Result(loss, asked.overrides))
                 study.tell(asked.trial, loss)
-        self._record_best(min(results), space)
+        self._record_best(min(results), space, choices)
 
     def _space(self, arguments: list[str]) -> dict[str, Override]:
         """Return the overrides that define the search space, by key.
@@ -145,7 +145,12 @@ class SearchSweeper(Sweeper):
         overrides = self._parser.parse_overrides([*texts, *arguments])
         return {override.get_key_element(): override for override in overrides}
 
-    def _record_best(self, best: _Result, space: Mapping[str, Override]) -> None:
+    def _record_best(
+        self,
+        best: _Result,
+        space: Mapping[str, Override],
+        choices: Mapping[str, list[str]],
+    ) -> None:
         """Print the best result, and set the tag `sweep.best` of the parent run."""
         chosen = []
         for text, override in zip(best.overrides, space.values(), strict=True):
@@ -157,7 +162,11 @@ class SearchSweeper(Sweeper):
 
         sweep = getattr(self._launcher, "sweep", None)
         if sweep is not None:  # only launchers of this package have a parent run
-            record = {"loss": best.loss, "overrides": chosen}
+            record = {
+                "loss": best.loss,
+                "overrides": chosen,
+                "ranges": _ranges(space, choices),
+            }
             set_tag(sweep.parent, "sweep.best", json.dumps(record))
 
 
@@ -180,6 +189,38 @@ def _choices(space: Mapping[str, Override]) -> dict[str, list[str]]:
             values = override.sweep_iterator(transformer=Transformer.encode)
             choices[key] = [str(value) for value in values]
     return choices
+
+
+def _ranges(
+    space: Mapping[str, Override], choices: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """Return the lowest and highest number of each swept key, as they are recorded.
+
+    A key with a choice that is not a number is left out.
+    """
+    ranges: dict[str, dict[str, Any]] = {}
+    for key, override in space.items():
+        swept: Any = override.value()
+        if isinstance(swept, IntervalSweep):
+            bounds = _bounds(swept)
+        elif key in choices:
+            try:
+                bounds = [float(text) for text in choices[key]]
+            except ValueError:
+                continue
+        else:
+            continue
+        ranges[key.lstrip("+~")] = {
+            "low": min(bounds),
+            "high": max(bounds),
+            "log": "log" in getattr(swept, "tags", ()),
+            "listed": key in choices,
+        }
+    return ranges
+
+
+def _bounds(interval: Any) -> list[float]:
+    return [float(interval.start), float(interval.end)]
 
 
 def _check_interval(override: Override, interval: Any) -> None:

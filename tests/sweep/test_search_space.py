@@ -42,6 +42,20 @@ def test_an_interval_of_whole_numbers_gives_whole_numbers():
         assert "." in override
 
 
+def test_the_ranges_of_numbers_are_recorded():
+    rate = "optimizer.learning_rate"
+    space = space_of(
+        f"{rate}=tag(log, interval(1e-4, 1e-1))",
+        "model.depth=4,2,8",
+        "optimizer=adamw,lion",
+        "seed=1",
+    )
+    assert search._ranges(space, search._choices(space)) == {
+        rate: {"low": 1e-4, "high": 1e-1, "log": True, "listed": False},
+        "model.depth": {"low": 2.0, "high": 8.0, "log": False, "listed": True},
+    }
+
+
 def test_an_unknown_key_of_a_search_is_named_with_the_nearest_one(tmp_path):
     """Hydra makes an error without the key of it, also for a key of a sweep's file."""
     sweeps = tmp_path / "sweeps"
