@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from pipeline.checkpoints import recorded_config
 from pipeline.checkpoints.run_dirs import find
 from pipeline.cli.train import run_one
-from pipeline.common.errors import ConfigError, Parser
+from pipeline.common.errors import ConfigError, Parser, say
 from pipeline.config.overrides import hydra_quoted, keys_set
 from pipeline.launch import recorded_job
+from pipeline.sweep import sweep_file
 from pipeline.tracking import horizons
-from pipeline.tracking.journal_file import Past
+from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
 
 def resume(arguments: Sequence[str]) -> int:
@@ -31,10 +33,14 @@ def resume(arguments: Sequence[str]) -> int:
         if word.startswith("-"):
             rule = "must be left out: a run continues with its own config"
             raise ConfigError(word, rule)
+    _check_not_of_sweep(Path(options.run))
     run_dir = find(options.run, "RUN").absolute()
     # Accept a run that is running: this process may be a worker, whose chief has
     # already resumed the run.
     past = Past.read(run_dir, running=True)
+    again = sweep_file.command_again(run_dir.parent)
+    if again:
+        say(f"this run is a job of a sweep; to run all of its unfinished jobs: {again}")
 
     segments = horizons.of_run(past.start, past.resumed)
     config = horizons.with_last(recorded_config.read(run_dir, past, "RUN"), segments)
@@ -51,3 +57,18 @@ def resume(arguments: Sequence[str]) -> int:
         partial(run_one, resume=needs_checkpoint, key="RUN"),
     )
     return 0
+
+
+def _check_not_of_sweep(folder: Path) -> None:
+    """Reject the folder of a sweep, and that of a job that has no run.
+
+    Raises:
+        ConfigError: the folder is rejected.
+    """
+    if not folder.is_dir() or (folder / JOURNAL_NAME).exists():
+        return
+    for sweep_folder in (folder, folder.absolute().parent):
+        again = sweep_file.command_again(sweep_folder)
+        if again:
+            rule = f"must be a run directory; the sweep is continued by: {again}"
+            raise ConfigError("RUN", rule, str(folder))

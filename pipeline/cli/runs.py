@@ -21,7 +21,7 @@ from pipeline.common.secrets import mask, remember
 from pipeline.common.sqlite_uri import absolute
 from pipeline.config import compose
 from pipeline.config.overrides import named_experiment, names_and_overrides
-from pipeline.sweep import sweep_file
+from pipeline.sweep import liveness, sweep_file
 from pipeline.tracking import horizons
 from pipeline.tracking.foreign_store import (
     CRITICAL,
@@ -357,6 +357,8 @@ class _Stored:
         status = _STATUSES.get(run.info.status, run.info.status.lower())
         next_command = ""
         sweep = tags.get("sweep.name")
+        if sweep is not None and liveness.was_killed(run):
+            status = "killed"
         # `pipeline critical` also needs the run from which its jobs branch off.
         is_repeatable = sweep is not None and sweep != CRITICAL
         if is_repeatable and status in ("failed", "killed"):

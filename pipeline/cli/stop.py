@@ -14,7 +14,13 @@ from pipeline.common.errors import ConfigError, Parser, count, say
 from pipeline.common.signals import STOP_TAG
 from pipeline.config import compose, trust_entries
 from pipeline.sweep import liveness, sweep_file
-from pipeline.tracking.foreign_store import ForeignStore, OwnStore, SweepRecord
+from pipeline.sweep.files import sweep_files
+from pipeline.tracking.foreign_store import (
+    MULTIRUN,
+    ForeignStore,
+    OwnStore,
+    SweepRecord,
+)
 from pipeline.tracking.journal_file import JOURNAL_NAME, Past, is_locked
 
 RUN = "RUN"
@@ -49,6 +55,7 @@ def stop(arguments: Sequence[str]) -> int:
     if sweep_folder is not None:
         _stop_sweep(sweep_folder, config)
         return 0
+    _check_no_name_of_sweeps(options.run)
     run_dir = _find_run(options.run)
     if run_dir is None:
         _stop_in_store(options.run, config)
@@ -60,17 +67,44 @@ def stop(arguments: Sequence[str]) -> int:
 def _find_sweep(start: str) -> Path | None:
     """Return the folder `start`, or that of the sweep whose ID begins with `start`.
 
+    If the sweep has several folders, because of `--again`, return the locked one.
     Return None unless exactly one sweep matches.
     """
     if (Path(start) / sweep_file.NAME).exists():
         return Path(start)
-    matching = []
-    for path, _, files in os.walk("."):
-        if sweep_file.NAME in files and len(start) >= run_dirs.SHORTEST_ID:
-            content = sweep_file.read(Path(path)) or {}
-            if str(content.get("run_id")).startswith(start):
-                matching.append(Path(path))
-    return matching[0] if len(matching) == 1 else None
+    if len(start) < run_dirs.SHORTEST_ID:
+        return None
+    ids = set()
+    folder = None
+    for path in sweep_file.folders_below(Path()):
+        content = sweep_file.read(path) or {}
+        run_id = str(content.get("run_id"))
+        if run_id.startswith(start):
+            ids.add(run_id)
+            if folder is None or is_locked(path / sweep_file.NAME):
+                folder = path
+    return folder if len(ids) == 1 else None
+
+
+def _check_no_name_of_sweeps(name: str) -> None:
+    """Reject the name of sweeps, since several sweeps may have the same name.
+
+    Raises:
+        ConfigError: the argument is such a name. The choices are the running sweeps.
+    """
+    if Path(name).exists():
+        return
+    is_name = name in (MULTIRUN, *sweep_files())
+    running = []
+    for folder in sweep_file.folders_below(Path()):
+        content = sweep_file.read(folder) or {}
+        if content.get("name") == name:
+            is_name = True
+            if is_locked(folder / sweep_file.NAME):
+                running.append(str(folder))
+    if is_name:
+        rule = "must be the folder or the ID of a running sweep, not its name"
+        raise ConfigError(RUN, rule, name, running or None)
 
 
 def _find_run(start: str) -> Path | None:
@@ -136,7 +170,7 @@ def _stop_in_store(start: str, config: DictConfig) -> None:
     run = store.run(start, RUN)
     runs = [run]
     # If no process runs the sweep any more, its jobs may still run, on a cluster.
-    if "sweep.name" in run.data.tags and not liveness.is_run(run):
+    if "sweep.name" in run.data.tags and not liveness.has_process(run):
         record = SweepRecord(store.uri, run.info.run_id, run.info.experiment_id)
         runs = list(record.children().values())
     _request(store.client(), runs, start)

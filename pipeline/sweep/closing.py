@@ -125,7 +125,11 @@ def close_left_open(folder: Path, own: OwnStore) -> None:
     uri = own.followed(str(content["store"]), f"the sweep in {folder}")
     parent = SweepRecord(uri, content["run_id"], content["experiment_id"])
     stored_parent = parent.client().get_run(parent.run_id)
-    job_names = listed(stored_parent.data.tags, "sweep.jobs")
+    tags = stored_parent.data.tags
+    process_id = tags.get(sweep_file.PROCESS)
+    if process_id is not None and process_id != content.get("process"):
+        return  # The sweep was reopened by another process, in another folder.
+    job_names = listed(tags, "sweep.jobs")
     if stored_parent.info.status == "RUNNING":
         # No job ended in this process, so there is no shipper to wait for.
         close(parent, job_names, JobEndings(), patience=0)

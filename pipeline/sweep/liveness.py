@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import ConfigError
+from pipeline.sweep import sweep_file
 from pipeline.tracking.foreign_store import SweepRecord
 
 ALIVE = "sweep.alive"  # tag of the parent: the last heartbeat, in ms since the epoch
@@ -44,13 +46,15 @@ def reject_if_alive(
     Args:
         client: an MLflow client for the store.
         stored_parent: MLflow's run of the sweep. Its heartbeats count while it is
-            RUNNING.
+            RUNNING, unless its process has certainly ended.
         running_jobs: the runs of jobs whose signs of life count, too; all are RUNNING.
 
     Raises:
         ConfigError: the sweep, or one of the jobs, is alive.
     """
-    signs = [_heartbeat(stored_parent)]  # signs of life, in ms since the epoch
+    signs = [0]  # signs of life, in ms since the epoch
+    if has_process(stored_parent):
+        signs.append(_heartbeat(stored_parent))
     for run in running_jobs:
         signs.append(run.info.start_time)
         for key in _METRICS_OF_LIFE:
@@ -67,9 +71,36 @@ def reject_if_alive(
         raise ConfigError("SWEEP", rule, stored_parent.info.run_id)
 
 
-def is_run(stored_parent: Any) -> bool:
-    """Return whether a process runs a sweep, by its last heartbeat."""
-    return time.time() - _heartbeat(stored_parent) / 1000 < SILENCE_LIMIT
+def was_killed(stored_parent: Any) -> bool:
+    """Return whether a sweep is RUNNING in the store, though no process runs it."""
+    if stored_parent.info.status != "RUNNING":
+        return False
+    # The first heartbeat is written some time after the parent run is created.
+    is_new = time.time() - stored_parent.info.start_time / 1000 < SILENCE_LIMIT
+    if ALIVE not in stored_parent.data.tags and is_new:
+        return False
+    return not has_process(stored_parent)
+
+
+def has_process(stored_parent: Any) -> bool:
+    """Return whether a process runs a sweep, by its last heartbeat and by its lock."""
+    is_silent = time.time() - _heartbeat(stored_parent) / 1000 >= SILENCE_LIMIT
+    return not is_silent and not _process_has_ended(stored_parent)
+
+
+def _process_has_ended(stored_parent: Any) -> bool:
+    """Return whether the process that runs a sweep has certainly ended.
+
+    This is known only on its machine, and only if the sweep's folder lies below the
+    working directory.
+    """
+    process_id = stored_parent.data.tags.get(sweep_file.PROCESS)
+    if process_id is None:
+        return False
+    for folder in sweep_file.folders_below(Path()):
+        if sweep_file.has_ended(folder, process_id):
+            return True
+    return False
 
 
 def _heartbeat(stored_parent: Any) -> int:

@@ -62,12 +62,20 @@ def open_sweep(
     # From now on, the command line closes the sweep, even if the next lines fail.
     session.session().sweep = sweep
 
+    if not config.tracking.sweep:  # `reopen` has locked the folder
+        _lock_folder(sweep.parent, config)
     sweep.parent.plan(names, varied)
     for function in (liveness.write_heartbeats, stop_request.obey):
         arguments = [sweep.parent, sweep.closed]
         threading.Thread(target=function, args=arguments, daemon=True).start()
-    sweep_file.write_locked(Path(sweep.folder), sweep.parent)
     return sweep
+
+
+def _lock_folder(parent: ParentRun, config: DictConfig) -> None:
+    """Lock the folder of a sweep, which shows that this process runs the sweep."""
+    folder = Path(config.hydra.sweep.dir)
+    process_id = sweep_file.write_locked(folder, parent, parent.name)
+    parent.client().set_tag(parent.run_id, sweep_file.PROCESS, process_id)
 
 
 def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSweep:
@@ -177,8 +185,9 @@ def reopen(
         record = again.updated_record(stored_parent.data.tags, given)
         set_tag(parent, again.RECORD, json.dumps(record))
     stop_request.withdraw(parent)
-    client.update_run(parent.run_id, "RUNNING")
+    _lock_folder(parent, config)
     liveness.write_heartbeat(parent)
+    client.update_run(parent.run_id, "RUNNING")
     with suppress(Exception):  # a claim that remains is ignored after a while
         client.delete_tag(parent.run_id, _CLAIM)
     return RunningSweep(

@@ -22,7 +22,7 @@ from pathlib import Path
 from pipeline.sweep import sweep_file
 from pipeline.tracking.foreign_store import SweepRecord
 
-sweep_file.write_locked(Path("jobs"), SweepRecord(*sys.argv[1:]))
+sweep_file.write_locked(Path("jobs"), SweepRecord(*sys.argv[1:]), "seeds")
 print("locked", flush=True)
 sys.stdin.read()
 """
@@ -120,7 +120,7 @@ def test_the_runs_of_interrupted_jobs_name_what_interrupted_their_sweep(
 
 
 def test_a_sweep_in_another_store_is_left_alone(tmp_path, planted):
-    sweep_file.write_locked(tmp_path / "jobs", planted.planned)
+    sweep_file.write_locked(tmp_path / "jobs", planted.planned, "made")
     other = OwnStore(f"sqlite:///{tmp_path}/other.db")
     with pytest.raises(ConfigError, match=r"tracking\.uri must be that of the sweep"):
         closing.close_left_open(tmp_path / "jobs", other)
