@@ -38,9 +38,6 @@ def resume(arguments: Sequence[str]) -> int:
     # Accept a run that is running: this process may be a worker, whose chief has
     # already resumed the run.
     past = Past.read(run_dir, running=True)
-    again = sweep_file.command_again(run_dir.parent)
-    if again:
-        say(f"this run is a job of a sweep; to run all of its unfinished jobs: {again}")
 
     segments = horizons.of_run(past.start, past.resumed)
     config = horizons.with_last(recorded_config.read(run_dir, past, "RUN"), segments)
@@ -56,16 +53,21 @@ def resume(arguments: Sequence[str]) -> int:
         [*overrides, f"hydra.run.dir={hydra_quoted(run_dir)}"],
         partial(run_one, resume=needs_checkpoint, key="RUN"),
     )
+    again = sweep_file.command_again(run_dir.parent)
+    if again:
+        say(f"the run is a job of a sweep; run what is missing of it with: {again}")
     return 0
 
 
 def _check_not_of_sweep(folder: Path) -> None:
-    """Reject the folder of a sweep, and that of a job that has no run.
+    """Reject the folder of a sweep, and that of a job that has not begun.
 
     Raises:
         ConfigError: the folder is rejected.
     """
-    if not folder.is_dir() or (folder / JOURNAL_NAME).exists():
+    # A single word may also be an ID.
+    is_folder = folder.is_dir() or len(folder.parts) > 1
+    if not is_folder or (folder / JOURNAL_NAME).exists():
         return
     for sweep_folder in (folder, folder.absolute().parent):
         again = sweep_file.command_again(sweep_folder)

@@ -173,6 +173,11 @@ def _stop_in_store(start: str, config: DictConfig) -> None:
     if "sweep.name" in run.data.tags and not liveness.has_process(run):
         record = SweepRecord(store.uri, run.info.run_id, run.info.experiment_id)
         runs = list(record.children().values())
+        if all(job.info.status != "RUNNING" for job in runs):
+            status = run.info.status
+            if liveness.was_killed(run):
+                status = "KILLED"
+            raise _not_running(start, status)
     _request(store.client(), runs, start)
 
 

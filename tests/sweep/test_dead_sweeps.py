@@ -121,14 +121,22 @@ def test_stopping_a_sweep_by_its_name_names_the_folder_of_the_running_one(plante
         stop(["seeds"])
 
 
+def test_stopping_a_dead_sweep_says_that_the_sweep_was_killed(planted):
+    planted.job("seed=0", {"train/loss": [2, 1]})
+    with process_of(planted):
+        pass
+    with pytest.raises(ConfigError, match="RUN must be running; it is KILLED"):
+        stop(["jobs"])
+
+
 def test_resuming_the_folder_of_a_sweep_or_of_a_job_without_a_run_names_the_sweep(
     planted,
 ):
     with process_of(planted):
         pass
-    Path("jobs", "2").mkdir()
+    Path("jobs", "1").mkdir()
     command = f"pipeline sweep seeds --again {planted.run_id}"
-    for folder in ("jobs", "jobs/2"):
+    for folder in ("jobs", "jobs/1", "jobs/2"):
         with pytest.raises(ConfigError, match=rf"RUN must be .* by: {command}\b"):
             resume([folder])
 

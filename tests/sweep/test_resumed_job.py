@@ -21,7 +21,9 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_job_goes_on_in_its_run_beneath_the_sweep(folder):
-    pipeline("resume", "swept/0", "training.updates=4", cwd=folder)
+    done = pipeline("resume", "swept/0", "training.updates=4", cwd=folder)
+    again = "run what is missing of it with: pipeline sweep multirun --again "
+    assert f"the run is a job of a sweep; {again}" in done.stderr
     store = Store(folder)
     (run,) = store.trained()
     (sweep,) = [run for run in store.runs() if "sweep.name" in run.data.tags]
