@@ -1,7 +1,7 @@
 """Utilities for the other packages, except `accumulation`.
 
-They cover errors, secrets, signals, processes, files, a cache, memory, rounding and
-GPUs. This package imports no other package of `pipeline`.
+They cover errors, secrets, signals, processes, files, the user's own modules, a cache,
+memory, rounding and GPUs. This package imports no other package of `pipeline`.
 """
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "link_path",
     "memory_budget",
     "nvidia",
+    "own_code",
     "recorded",
     "rounding",
     "secrets",

@@ -23,7 +23,7 @@ from mlflow.models import ModelSignature, infer_signature
 from mlflow.types import TensorSpec
 
 from pipeline.accumulation.internals import by_name, layers_of, slice_specs
-from pipeline.common import imports, nvidia
+from pipeline.common import imports, nvidia, own_code
 
 # Program that loads the model and predicts with it. It runs in another folder and
 # without the user's `sys.path`, as if somebody else had downloaded the model.
@@ -208,7 +208,8 @@ def warm_up() -> None:
 def code_to_save(model: keras.Model, targets: Iterable[str]) -> list[str]:
     """Return the paths of user code that is needed to load a model.
 
-    These are modules and packages below the working directory, without `site-packages`.
+    These are modules and packages below the working directory, without `site-packages`,
+    and those that they import; see `own_code.with_imports`.
     Code from elsewhere, such as a folder in PYTHONPATH, is not included: it may be any
     library. The user can name such code in `tracking.code`.
     In contrast, `provenance.hashes_of_own_code` includes such code.
@@ -224,10 +225,11 @@ def code_to_save(model: keras.Model, targets: Iterable[str]) -> list[str]:
                 modules.add(name)
 
     paths = set()
-    for name in modules:
-        module = sys.modules.get(name.partition(".")[0])
-        file = Path(getattr(module, "__file__", None) or "/")
-        if file.is_relative_to(Path.cwd()) and "site-packages" not in file.parts:
+    for name in own_code.with_imports(modules, Path.cwd()):
+        file = own_code.source(name.partition(".")[0])
+        if file is None or not file.is_relative_to(Path.cwd()):
+            continue
+        if "site-packages" not in file.parts:
             is_package = file.name == "__init__.py"
             path = file.parent if is_package else file
             paths.add(str(path))

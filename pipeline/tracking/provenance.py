@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import sys
-import sysconfig
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
-from pipeline.common import imports, nvidia, secrets
+from pipeline.common import imports, nvidia, own_code, secrets
 from pipeline.common.errors import ConfigError
 from pipeline.config import compose, key_kinds, plain, resolve
 from pipeline.dataset.checksums import DataFiles
@@ -308,7 +307,7 @@ def hashes_of_own_code() -> dict[str, str]:
     hashes = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py") or not _is_own(name, file):
+        if not file.endswith(".py") or not own_code.is_own(name, file):
             continue
         parts = name.split(".")
         if Path(file).name == "__init__.py":
@@ -318,18 +317,6 @@ def hashes_of_own_code() -> dict[str, str]:
         if digest is not None:
             hashes[path] = digest
     return dict(sorted(hashes.items()))
-
-
-def _is_own(module: str, file: str) -> bool:
-    """Return whether a module is user code: not installed, and not of this package."""
-    if file.startswith(sysconfig.get_path("stdlib")):
-        return False
-    if "/site-packages/" in file or "/dist-packages/" in file:
-        return False
-    # Skip `__main__`, and the modules that AutoGraph generates.
-    if module.startswith("__"):
-        return False
-    return module.split(".")[0] not in ("pipeline", "hydra_plugins")
 
 
 def _current_hash(file: str) -> str | None:
