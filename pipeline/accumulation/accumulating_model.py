@@ -9,6 +9,7 @@ replica takes its share there, as in any loop that calls an `Update`.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import MappingProxyType
@@ -20,7 +21,11 @@ import tensorflow as tf
 from .batch import Nest, parts_of, share_of, tensors_of
 from .choices import check_choice
 from .evaluation import Evaluation
-from .forward_effects import unsupported
+from .forward_effects import (
+    differences_from_large_batch,
+    trace_forward,
+    unsupported,
+)
 from .gradient_sums import GradientSums
 from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
 from .objective import Objective, by_name, check_added_losses, check_loss_over
@@ -44,6 +49,7 @@ class AccumulatingModel(keras.Model):
     what docs/exact.md lists, such as dropout and BatchNormalization. With an embedding,
     they are those that a dense gradient would give: in `fit`, Keras' Adam and similar
     optimizers take a different step for a row that a batch looks up several times.
+    `fit` warns once of BatchNormalization and of layers that keep a state of their own.
     `evaluate` also cuts its batches into micro-batches; `predict` does not. Under a
     strategy, each replica takes its share of a batch.
 
@@ -279,6 +285,7 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}; the model is created inside it")
         if self._update is None:
             self._update = self._make_update(self._objective_for(data))
+            self._warn_of_layers(data)
         sums = self._update.sums(data)
         # Wait for the batch: `iterations` and weight decay do not depend on a gradient,
         # and would change once more at the end of the data. See `tensors_of`.
@@ -316,6 +323,31 @@ class AccumulatingModel(keras.Model):
 
         tf.function(make, autograph=False).get_concrete_function()
         return updates[0]
+
+    def _warn_of_layers(self, data: Nest) -> None:
+        """Warn if layers compute something else once a batch is cut."""
+        x, _, _ = self._dense(parts_of(data))
+        examples = tf.nest.flatten(x)[0].shape[0]
+        is_one_replica = self._strategy.num_replicas_in_sync == 1
+        if is_one_replica and examples is not None and self.micro_batch_tokens is None:
+            if examples <= self.micro_batch_size:
+                return
+        # Trace only if needed, as it takes long for large models. Seeds are no weights.
+        allow_noise = self.same_noise == "auto"
+        if not self.inner.non_trainable_weights and not allow_noise:
+            return
+
+        by_tokens = self.micro_batch_tokens is not None
+        forward = trace_forward(self.inner, x, bool(self.same_noise), by_tokens)
+        reasons = differences_from_large_batch(
+            self.inner, forward, hold_statistics=True, allow_noise=allow_noise
+        )
+        if reasons:
+            text = (
+                "If fit cuts a batch into micro-batches, the update differs from that "
+                f"of the whole batch: {'; '.join(reasons)}"
+            )
+            warnings.warn(text, stacklevel=3)
 
     def test_step(self, data: Nest) -> dict[str, tf.Tensor]:
         """Evaluate one batch in micro-batches.

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from .batch import examples_in, slice_specs
 from .keras_internals import global_seed, layers_of
+from .moving_statistics import normalizing_layers
 from .same_noise import noise_by_position, noisy_layers
 
 # TensorFlow operations that draw random numbers from a state in TensorFlow, such as
@@ -110,6 +111,48 @@ def batch_dependent_layers(
         if not is_model and any(id(weight) in ids for weight in layer.weights):
             names.append(layer.name)
     return sorted(names)
+
+
+def differences_from_large_batch(
+    model: keras.Model,
+    forward: Forward,
+    *,
+    hold_statistics: bool,
+    allow_noise: bool,
+) -> list[str]:
+    """Return the reasons why an update in micro-batches differs from an uncut one.
+
+    Each reason is one line that ends with the names of the layers that cause it.
+
+    Args:
+        model: the built model.
+        forward: the side effects of its forward pass.
+        hold_statistics: whether moving statistics are updated once per update.
+        allow_noise: whether layers are named that draw noise per micro-batch although
+            the noise of others does not depend on the cut.
+    """
+    normalizing = normalizing_layers(model)
+    noisy = []
+    if allow_noise:
+        noisy = forward.cut_dependent_noise
+
+    moves = "with every micro-batch"
+    if hold_statistics:
+        moves = "once per update"
+    layers_by_reason = {
+        f"normalized within each micro-batch, moving statistics updated {moves}": [
+            layer.name for layer in normalizing if layer.trainable
+        ],
+        "state that is updated with every micro-batch": batch_dependent_layers(
+            model, forward, normalizing
+        ),
+        "noise of each micro-batch, not of the effective batch": noisy,
+    }
+    return [
+        f"{reason}: {', '.join(layers)}"
+        for reason, layers in layers_by_reason.items()
+        if layers
+    ]
 
 
 def unsupported(

@@ -22,6 +22,7 @@ from .evaluation import Prediction
 from .forward_effects import (
     Forward,
     batch_dependent_layers,
+    differences_from_large_batch,
     trace_forward,
     unsupported,
     untracked_variables,
@@ -80,6 +81,7 @@ __all__ = [
     "couples_examples",
     "cut_by_tokens",
     "cut_for_xla",
+    "differences_from_large_batch",
     "draw_noise_seeds",
     "examples_in",
     "global_seed",

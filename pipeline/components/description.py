@@ -87,27 +87,12 @@ def differences_from_large_batch(parts: Parts) -> list[str]:
     if not parts.spec.largest.is_cut:
         return []
     config = parts.spec.config.accumulation
-    normalizing = internals.normalizing_layers(parts.model)
-    moving = internals.batch_dependent_layers(parts.model, parts.forward, normalizing)
-    noisy = []
-    if config.same_noise == "auto":
-        noisy = parts.forward.cut_dependent_noise
-
-    moves = "with every micro-batch"
-    if config.moving_statistics.name == "effective":
-        moves = "once per update"
-    layers_by_reason = {
-        f"normalized within each micro-batch, moving statistics updated {moves}": [
-            layer.name for layer in normalizing if layer.trainable
-        ],
-        "state that is updated with every micro-batch": moving,
-        "noise of each micro-batch, not of the effective batch": noisy,
-    }
-    return [
-        f"{reason}: {', '.join(layers)}"
-        for reason, layers in layers_by_reason.items()
-        if layers
-    ]
+    return internals.differences_from_large_batch(
+        parts.model,
+        parts.forward,
+        hold_statistics=config.moving_statistics.name == "effective",
+        allow_noise=config.same_noise == "auto",
+    )
 
 
 def example_inputs(parts: Parts) -> Any:
