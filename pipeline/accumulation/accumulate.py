@@ -135,7 +135,7 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
     Raises:
         ValueError: the loss has no reduction, the loss does not fit the outputs or the
             labels, there is neither `micro_batch_size` nor `micro_batch_tokens`, one of
-            them is not positive, `pad_multiple` is set without `micro_batch_tokens`, a
+            them is not a positive integer, `pad_multiple` is set without `micro_batch_tokens`, a
             part of the batch is sparse, a part of the model cannot be computed in
             micro-batches, there is neither a model nor `variables`, loss weights or
             metrics are given without a model or beside an `Objective`, the `Objective`

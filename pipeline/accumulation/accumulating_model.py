@@ -34,7 +34,6 @@ from .ragged_checks import check_takes_ragged
 from .token_cut import (
     TokenLimit,
     check_lengths_for_xla,
-    check_positive,
     micro_batch_limit,
 )
 from .update import Update
@@ -107,8 +106,6 @@ class AccumulatingModel(keras.Model):
             raise ValueError(f"{rule}. Received: {type(inner).__name__}")
         for rule, received in unsupported(inner, as_by_fit=True):
             raise ValueError(f"inner {rule}. Received: {received}")
-        if micro_batch_size is not None:
-            check_positive("micro_batch_size", micro_batch_size)
         check_choice("same_noise", same_noise, (True, False, "auto"))
         check_loss_over(loss_over)
         check_added_losses(added_losses)

@@ -117,6 +117,8 @@ def micro_batch_limit(
     if not isinstance(xla_lengths, Sequence | np.ndarray):
         rule = "xla_lengths must be a sequence of whole numbers, () for none"
         raise ValueError(f"{rule}. Received: {xla_lengths!r}")
+    if micro_batch_size is not None:
+        check_positive("micro_batch_size", micro_batch_size)
     if micro_batch_tokens is None:
         if micro_batch_size is None:
             rule = "micro_batch_size or micro_batch_tokens must be given"
@@ -130,8 +132,6 @@ def micro_batch_limit(
         return micro_batch_size
     check_positive("micro_batch_tokens", micro_batch_tokens)
     check_positive("pad_multiple", pad_multiple)
-    if micro_batch_size is not None:
-        check_positive("micro_batch_size", micro_batch_size)
     lengths = _checked_lengths(xla_lengths, pad_multiple)
     return TokenLimit(micro_batch_tokens, micro_batch_size, pad_multiple, lengths)
 

@@ -133,8 +133,8 @@ class Update:
 
     Raises:
         ValueError: an argument is not one of its choices, there is neither
-            `micro_batch_size` nor `micro_batch_tokens`, `micro_batch_tokens` is not
-            positive, `pad_multiple` or `xla_lengths` is wrong or has no effect,
+            `micro_batch_size` nor `micro_batch_tokens`, one of them is not a positive
+            integer, `pad_multiple` or `xla_lengths` is wrong or has no effect,
             `jit_compile` is True with `micro_batch_tokens` but without `xla_lengths`,
             or the noise is to be measured with losses over the effective batch.
     """

@@ -174,10 +174,14 @@ def test_sums_are_float32(precision, policy):
     assert np.asarray(sums.gradients()).tolist() == [[[1.0]]]
 
 
+INTEGER = "micro_batch_size must be a whole number of at least 1."
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"micro_batch_size": 0}, "micro_batch_size must be at least 1. Received: 0"),
+        ({"micro_batch_size": 0}, f"{INTEGER} Received: 0"),
+        ({"micro_batch_size": 2.5}, f"{INTEGER} Received: 2.5"),
         ({"loss": losses.MeanSquaredError(reduction=None)}, "must have a reduction"),
         ({"loss": losses.Dice()}, "must give one value per example"),
         ({"batch": (np.ones((3, 1)), None, np.ones(3))}, "there must be labels for"),
