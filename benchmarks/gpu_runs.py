@@ -32,7 +32,6 @@ OUT_OF_MEMORY = (
     "~model",
     "+model={_target_: benchmarks.gpu_runs.scarce}",
     "objective=regression",
-    "training.metrics={}",
     "accumulation.effective_batch_size=8",
     "accumulation.micro_batch_size=2",
     "hardware.xla=false",  # XLA computes the sum of a fill without the fill

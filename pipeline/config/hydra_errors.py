@@ -16,16 +16,12 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, ListConfig, OmegaConf, errors
 
 from pipeline.common.errors import ConfigError, first_line
-from pipeline.config import former_names, schema, suggestions
-from pipeline.config.objective_nodes import NAMED
+from pipeline.config import former_names, named_nodes, schema, suggestions
 from pipeline.config.overrides import keys_set, values_at
 
 # Rules for keys whose value is a mapping. Users may write a list, since Keras accepts
 # lists of metrics and callbacks in `compile` and `fit`.
-_NAMED = {
-    f"training.{name}": NAMED
-    for name in ("metrics", "weighted_metrics", "callbacks", "shown")
-}
+_NAMED = {key: named_nodes.rule(key) for key in named_nodes.KEYS}
 # Keys that may be null or a group of keys.
 _NULLABLE_GROUPS = {
     key.name.rpartition(".")[0]
@@ -41,6 +37,8 @@ _LISTED_LOSS = (
     "a mapping, like the value that it is merged with; to replace that value, use a "
     "file of `objective`"
 )
+_CLASS_WEIGHT = "training.class_weight"
+_ONE_WEIGHT = f"must be the weight of a class, by its index, as in {_CLASS_WEIGHT}.1=5"
 _KINDS = {
     int: "an integer",
     float: "a number",
@@ -64,6 +62,10 @@ _TEXTS = (
     (
         r"Could not append to config\. An item is already at '(?P<key>.+?)'",
         "must be named without + to be changed",
+    ),
+    (
+        r"Could not delete from config\. '(?P<key>training\.class_weight\.\d+)' does",
+        "must be set to 1, which has no effect, as Hydra cannot delete a number",
     ),
     (
         r"Could not delete from config\. '(?P<key>.+?)' does not exist",
@@ -244,7 +246,7 @@ def _key_error(
     """Convert an error of OmegaConf that names the key."""
     key = str(error.full_key)
     if isinstance(error, errors.ConfigKeyError | errors.ConfigAttributeError):
-        return _unknown_key_error(error, key, origin, folders)
+        return _unknown_key_error(error, key, origin, overrides, folders)
     if isinstance(error, errors.ValidationError):
         rule, choices = _type_of(error)
         rule = f"must be {_NAMED.get(key, rule)}{_in_file(origin)}"
@@ -255,7 +257,10 @@ def _key_error(
     if isinstance(error, errors.ConfigTypeError) and "Cannot merge" in str(error):
         return _merge_error(error, key, origin, overrides)
     if "does not support deletion" in str(error):
-        return ConfigError(key, "must be given")
+        rule = "must be given"
+        if key in _NAMED:
+            rule += f"; {named_nodes.removal(key)}"
+        return ConfigError(key, rule)
     if isinstance(error, errors.KeyValidationError):
         # The key may be `off`, `on`, `yes` or `no`, which are Booleans in YAML unless
         # they are quoted.
@@ -294,6 +299,7 @@ def _unknown_key_error(
     error: errors.OmegaConfBaseException,
     key: str,
     origin: str,
+    overrides: Sequence[str],
     folders: Sequence[str],
 ) -> ConfigError:
     """Return the error for a key that the config does not have."""
@@ -314,16 +320,39 @@ def _unknown_key_error(
 
     parent, _, name = key.rpartition(".")
     node = error.parent_node
+    siblings = [str(sibling) for sibling in node]
+    if parent == _CLASS_WEIGHT:
+        return ConfigError(key, _ONE_WEIGHT + _in_file(origin), name, siblings)
     rule = f"must be a key of {parent or 'the config'}{_in_file(origin)}"
     # Suggest `+` only for an untyped node: the nodes of the schema accept no new keys.
     if isinstance(node, DictConfig) and OmegaConf.get_type(node) is dict:
         rule += f"; a new one is added with +{key}=VALUE"
-    siblings = [str(sibling) for sibling in node]
     if not parent:
         ours = {sibling for sibling in siblings if sibling != "hydra"}
         siblings = sorted({*ours, *groups(folders)})
-    meant = suggestions.key_elsewhere(name) or ""
-    return ConfigError(key, rule, name, siblings, meant=meant)
+        meant = _key_of_another_tool(name, overrides)
+        if meant is not None:
+            rule += "; docs/coming_from.md has the keys for those of other tools"
+            rejection = ConfigError(key, rule, name, siblings)
+            rejection.close = meant  # outranks a similar key
+            return rejection
+    similar = suggestions.key_elsewhere(name) or ""
+    return ConfigError(key, rule, name, siblings, meant=similar)
+
+
+def _key_of_another_tool(name: str, overrides: Sequence[str]) -> str | None:
+    """Return the key for an override that is meant for another tool, or None.
+
+    Args:
+        name: the first part of the override's key, the only part that Hydra names:
+            `trainer` of `trainer.max_epochs=3`.
+        overrides: the overrides on the command line.
+    """
+    for override in overrides:
+        for key in sorted(keys_set([override])):
+            if key.partition(".")[0] == name:
+                return suggestions.key_of_another_tool(key)
+    return None
 
 
 def _merge_error(

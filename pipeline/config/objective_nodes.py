@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from omegaconf import ListConfig, OmegaConf
 
 from pipeline.common.errors import ConfigError
+from pipeline.config import named_nodes
 from pipeline.config.metric_names import NAME_RULE, UPDATE_METRICS, is_name
 
-NAMED = "a mapping of name → _target_, {} for none"
 METRIC_GROUPS = ("metrics", "weighted_metrics")
 
 
@@ -44,7 +44,8 @@ def metrics_of(training: Any, group: str) -> list[MetricNode]:
         if isinstance(node, ListConfig):
             node = OmegaConf.to_container(node)
         if isinstance(node, list):
-            raise ConfigError(key, f"must be {NAMED}", node)
+            rule = named_nodes.rule(f"training.{group}")
+            raise ConfigError(key, f"must be {rule}", node)
         if isinstance(node, Mapping) and node and "_target_" not in node:
             for metric, metric_node in node.items():
                 metric_key = f"{key}.{metric}"

@@ -27,6 +27,7 @@ from pipeline.config import (
     cluster,
     hydra_errors,
     key_kinds,
+    named_nodes,
     plain,
     sequence_length,
     sizes,
@@ -248,7 +249,11 @@ def resolve(
         ConfigError: a value is wrong, or does not fit another one.
     """
     text_keys.check(composed)
-    validate.check_form(composed)
+    with hydra_errors.translated(overrides):
+        validate.check_form(composed)
+    # The jobs of a sweep that is run again have overrides that were once accepted.
+    if composed.tracking.sweep is None:
+        named_nodes.check_emptied(composed, overrides)
     # Merge with the strict schema: Hydra composed the config with a schema in which a
     # key for text accepts any value.
     composed = _typed(OmegaConf.to_container(composed))

@@ -44,6 +44,40 @@ def test_no_flag_is_left_to_omegaconf_which_accepts_any_number():
     assert [key.name for key in schema.keys_in(schema.Config) if key.hint is bool] == []
 
 
+# --- entries that {} does not remove ---
+
+STOP = "+training.callbacks.stop._target_=keras.callbacks.EarlyStopping"
+EMPTIED = "must have its entries removed one by one, because {} is merged with them: "
+
+
+def test_an_empty_mapping_that_removes_nothing_is_rejected(tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ntraining:\n  callbacks:\n"
+        "    log: {_target_: keras.callbacks.CSVLogger}\n"
+        "    stop: {_target_: keras.callbacks.EarlyStopping}\n"
+    )
+    mine = ("--config-dir", str(tmp_path), "experiment=mine")
+    both = f"{EMPTIED}'~training.callbacks.log' '~training.callbacks.stop'."
+    one = f"{EMPTIED}'~training.callbacks.log'."
+    assert both in rejection(*mine, "training.callbacks={}")
+    assert both in rejection(*mine, "training={callbacks: {}}")
+    monitored = "+training.callbacks.stop.monitor=loss"
+    assert one in rejection(*mine, "training.callbacks={}", monitored)
+
+
+def test_an_empty_mapping_with_entries_of_the_command_line_is_accepted():
+    overrides = ["training.callbacks={}", STOP]
+    spec = resolve(compose.composed(overrides), overrides, {})
+    assert list(spec.config.training.callbacks) == ["stop"]
+
+
+def test_an_empty_mapping_that_a_sweep_has_recorded_is_accepted():
+    overrides = ["training.metrics={}", "tracking.sweep=0123"]
+    spec = resolve(compose.composed(overrides), overrides, {})
+    assert list(spec.config.training.metrics) == ["accuracy"]
+
+
 # --- links ---
 
 WRONG_LINKS = [

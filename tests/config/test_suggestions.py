@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.compose import composed, read_command_line
+from pipeline.config.resolve import resolve
 
 
 @pytest.mark.parametrize(
@@ -22,6 +23,30 @@ from pipeline.config.compose import composed, read_command_line
 def test_an_unknown_key_or_option_is_answered_with_a_near_one(override, meant):
     with pytest.raises(ConfigError) as rejected:
         composed([override])
+    assert str(rejected.value).endswith(f" Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("trainer.max_epochs=3", "training.epochs"),
+        ("+trainer.max_epochs=3", "training.epochs"),
+        ("trainer.devices=2", "hardware.replicas"),
+        ("trainer.unknown=2", "training"),
+        ("trainer=gpu", "training"),
+        ("logger=wandb", "tracking.uri"),
+        ("logger.wandb.project=mine", "tracking.uri"),
+        ("ckpt_path=last.ckpt", "start.run"),
+        ("data.batch_size=8", "accumulation.effective_batch_size"),
+        ("lr=0.1", "optimizer.learning_rate"),
+    ],
+)
+def test_a_key_of_another_tool_is_answered_with_ours_and_the_page(override, meant):
+    with pytest.raises(ConfigError) as rejected:
+        resolve(composed([override]), [override], {})
+    assert "docs/coming_from.md has the keys for those of other tools. " in str(
+        rejected.value
+    )
     assert str(rejected.value).endswith(f" Did you mean {meant!r}?")
 
 

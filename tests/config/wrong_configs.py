@@ -5,7 +5,7 @@ Neither TensorFlow nor MLflow is imported for them. `…` stands for any text.
 
 from __future__ import annotations
 
-NAMED = "a mapping of name → _target_, {} for none"
+NAMED = "a mapping of name → _target_; … removes an entry"
 ONE_CONFIG = (
     "must be left out: this command reads a single config; use `pipeline train` to "
     "print configs or to sweep over them."
@@ -186,6 +186,17 @@ CONFIG = {
         f"training.weighted_metrics must be {NAMED} (in training/listed). Received: "
         "['accuracy']."
     ),
+    "train ~training.callbacks": (
+        "training.callbacks must be given; '~training.callbacks.NAME' removes an entry."
+    ),
+    "train training.metrics={}": (
+        "training.metrics must have its entries removed one by one, because {} is "
+        "merged with them: '~training.metrics.accuracy'. Received: {}."
+    ),
+    "train training.callbacks=null": (
+        "training.callbacks must be a mapping of name → _target_; "
+        "'~training.callbacks.NAME' removes an entry. Received: null."
+    ),
     "train training.callbacks=[]": (
         f"training.callbacks must be {NAMED}. Received: []."
     ),
@@ -205,6 +216,17 @@ CONFIG = {
     "train 'training.class_weight={a: 1}'": (
         "training.class_weight must be null, or a number of at least 0 for each class; "
         "classes are whole numbers. Received: {a: 1}."
+    ),
+    "train +training.class_weight.one=5": (
+        "training.class_weight must be null, or a number … Received: {one: 5}."
+    ),
+    "train training.class_weight.one=5": (
+        "training.class_weight.one must be the weight of a class, by its index, as in "
+        "training.class_weight.1=5. Received: 'one'. Choices: none."
+    ),
+    "train 'training.class_weight={0: 1}' ~training.class_weight.0": (
+        "training.class_weight.0 must be set to 1, which has no effect, as Hydra "
+        "cannot delete a number. Received: '~training.class_weight.0'."
     ),
     "train 'training.class_weight={0: -1}'": (
         "training.class_weight must be null, or a number … Received: {0: -1}."

@@ -555,7 +555,6 @@ def test_workers_with_other_data_are_refused(tmp_path):
         "dataset._target_=mine.data",
         "model=mlp",
         "accumulation.effective_batch_size=8",
-        "training.metrics={}",
     ]
     run = [text for text in RUN if text.startswith(kept)] + own
     tasks = [task(cluster, index, run, tmp_path) for index in (0, 1)]

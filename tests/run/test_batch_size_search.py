@@ -94,7 +94,6 @@ OWN = (
     "~model",
     "+model={_target_: limited.model}",
     "objective=regression",
-    "training.metrics={}",
     "training.updates=3",
     "tracking.log_model=false",
     "tracking.system_metrics=false",

@@ -122,7 +122,6 @@ LONG = (
     "~model",
     "+model={_target_: limited.model}",
     "objective=regression",
-    "training.metrics={}",
     "hardware.precision=float64",
     "accumulation.micro_batch_size=16",
     "accumulation.effective_batch_size=64",

@@ -58,7 +58,6 @@ PADDED = (
     "~model",
     "+model={_target_: traced.model}",
     "objective=regression",
-    "training.metrics={}",
     "accumulation={effective_batch_size: 8, factor: 2}",
     "training.epochs=3",
     "tracking.log_model=false",
