@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pipeline.common.errors import ConfigError
 from pipeline.config.overrides import hydra_quoted
+from pipeline.tracking import run_paths
 from pipeline.tracking.journal_file import JOURNAL_NAME, Past
 
 # Matches a path and an update that need no quotes in Hydra's grammar.
@@ -43,6 +44,11 @@ def find(start: str, key: str, excluding: Path | None = None) -> Path:
         )
         if len(start) < SHORTEST_ID:
             rule += f" (at least {SHORTEST_ID} characters)"
+        meant = None
+        if not matching:
+            meant = run_paths.run_dir_around(start)
+        if meant is not None and not _is_same(meant, excluding):
+            raise ConfigError(key, rule, start, meant=str(meant))
         if folder.is_dir() and not matching and not _is_same(folder, excluding):
             rule += (
                 f". A run directory has a {JOURNAL_NAME}: a run that was killed before "

@@ -21,7 +21,7 @@ from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
 from pipeline.rerun import adapted_config, recorded_run
 from pipeline.rerun.request import Request
-from pipeline.tracking import model_registry, provenance
+from pipeline.tracking import model_registry, provenance, run_paths
 from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.tracking.journal_file import (
     DATASET_RECORD,
@@ -122,7 +122,8 @@ def _found(request: Request, folder: Path) -> Iterator[Subject]:
         return
     if not is_model and not _ID.fullmatch(name):
         rule = "must name a run"
-        raise ConfigError("RUN", rule, request.run_id, _CHOICES)
+        meant = run_paths.meant_run(name)
+        raise ConfigError("RUN", rule, request.run_id, _CHOICES, meant=meant)
 
     own_config = request.own_config()
     store = ForeignStore.open(own_config.tracking.uri, own_config.trust.allow)

@@ -124,9 +124,27 @@ def in_run_dir(task: Task, config: DictConfig, sweep: str | None = None) -> floa
             "to the folder in which the command was run"
         )
         raise ConfigError("hydra.job.chdir", rule, True)
+    if config.training.resume is not None:
+        _say_if_run_dir_is_new(settings)
     # Do not resolve interpolations in the overrides: the config resolves them.
     overrides: Any = OmegaConf.to_container(settings.overrides.task, resolve=False)
     return task(config, overrides, Path(settings.runtime.output_dir))
+
+
+def _say_if_run_dir_is_new(settings: Any) -> None:
+    """Print that nothing can be resumed if the run directory has the time in its name.
+
+    In a sweep, `--again` resumes the jobs, wherever they are.
+
+    Args:
+        settings: Hydra's own config.
+    """
+    written: Any = OmegaConf.to_container(settings.run, resolve=False)
+    if settings.mode == RunMode.RUN and "${now:" in str(written["dir"]):
+        say(
+            "training.resume=auto begins a new run, because the run directory is new "
+            "each time; to resume this run later, give it a fixed hydra.run.dir=FOLDER"
+        )
 
 
 class _Job:

@@ -14,6 +14,7 @@ which a separate process ships to the store.
 - `store` opens a store, and creates a new SQLite store. `foreign_store` finds runs and
   sweeps in a store that may not be the user's own, and composes the commands that
   messages show.
+- `run_paths` names the run to which a path belongs.
 - `model_registry` finds logged models, and downloads their weights.
 - `sync_run` ships the journal of a trainer that has ended. `evaluation_log` adds the
   results of `pipeline evaluate` to such a run.
@@ -38,6 +39,7 @@ __all__ = [
     "provenance",
     "record_files",
     "resumed_settings",
+    "run_paths",
     "shown_files",
     "store",
     "sync_run",

@@ -18,6 +18,7 @@ from pipeline.common.errors import ConfigError, first_line
 from pipeline.common.secrets import HIDDEN, mask, remember
 from pipeline.common.sqlite_uri import absolute
 from pipeline.config.trust_entries import allowed_places, check_allowed
+from pipeline.tracking import run_paths
 from pipeline.trust import artifact_locations
 
 DEFAULT_STORE = "sqlite:///mlruns/mlflow.db"
@@ -101,7 +102,7 @@ class ForeignStore:
             runs = self._search(f"attributes.run_id LIKE '{start}%'")
         else:
             rule = "must be the ID of a run, or at least its first 4 digits"
-            raise ConfigError(key, rule, start)
+            raise ConfigError(key, rule, start, meant=run_paths.meant_id(start))
         return self._only(key, "run", start, runs)
 
     def sweep(self, start: str) -> Any:
