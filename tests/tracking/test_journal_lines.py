@@ -16,6 +16,7 @@ import pytest
 from pipeline.checkpoints import run_dirs
 from pipeline.common.errors import ConfigError
 from pipeline.tracking import journal_file, journal_lines
+from pipeline.tracking.foreign_store import ForeignStore
 from pipeline.tracking.journal_file import JOURNAL_NAME, LineReader, Past
 from pipeline.tracking.journal_lines import (
     Artifact,
@@ -205,6 +206,17 @@ def test_a_run_is_found_beside_bad_journals(tmp_path, monkeypatch):
     assert run_dirs.find("aaaa", "RUN") == Path("good")
     with pytest.raises(ConfigError, match=r"\(at least 4 characters\)\. Received"):
         run_dirs.find("aaa", "RUN")
+
+
+def test_a_path_in_place_of_a_run_id_is_answered_with_the_id(tmp_path):
+    run = {"run": {"run_id": 32 * "a", "experiment_id": "1"}}
+    crafted(tmp_path / "run", {"start": START}, run)
+    (tmp_path / "run" / "best.keras").touch()
+    store = ForeignStore(f"sqlite:///{tmp_path}/mlflow.db", ())
+    for name in ("run", "run/best.keras"):
+        with pytest.raises(ConfigError) as error:
+            store.run(str(tmp_path / name))
+        assert str(error.value).endswith(f"Did you mean '{32 * 'a'}'?")
 
 
 def test_a_run_is_not_told_from_its_copy_by_the_id(tmp_path, monkeypatch):
