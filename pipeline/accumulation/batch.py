@@ -149,10 +149,15 @@ def to_dense(leaf: Any) -> tf.Tensor:
 
 def examples_in(nest: Nest) -> tf.Tensor:
     """Return the number of examples, scalar of int32."""
-    first = tf.nest.flatten(nest)[0]
+    first = first_leaf(nest)
     if isinstance(first, tf.RaggedTensor):
         return tf.cast(first.nrows(), tf.int32)
     return tf.shape(first)[0]
+
+
+def first_leaf(nest: Nest) -> Any:
+    """Return the first tensor of a nest. An optional input of a model may be None."""
+    return next(leaf for leaf in tf.nest.flatten(nest) if leaf is not None)
 
 
 def slice_of(nest: Nest, start: Any, stop: Any) -> Nest:

@@ -22,7 +22,14 @@ from .gradient_sums import GradientSums
 from .loss_sums import LossValues, example_losses, micro_batch_losses
 from .micro_batches import MicroBatchLoop, run_micro_batches
 from .objective import Losses, Objective, by_name
-from .over_effective_batch import Outputs, batch_losses, check_rows, gathered, kept
+from .over_effective_batch import (
+    Outputs,
+    batch_losses,
+    check_rows,
+    gathered,
+    kept,
+    without_examples,
+)
 from .padding_checks import prepared_for_tokens
 from .ragged_checks import check_takes_ragged
 from .token_cut import TokenLimit, check_lengths_for_xla, dealt, micro_batch_limit
@@ -232,11 +239,9 @@ class Prediction:
         ) -> Predicted:
             with without_cudnn(self.model, compiled):
                 outputs = by_name(self.model, self.model(x, training=False))
-            for name, output in outputs.items():
-                if not isinstance(output, tf.Tensor) or not output.shape.rank:
-                    rule = "outputs must be dense tensors with the examples on axis 0"
-                    received = name or type(output).__name__
-                    raise ValueError(f"{rule}. Received: {received}")
+            for received in without_examples(outputs):
+                rule = "outputs must be dense tensors with the examples on axis 0"
+                raise ValueError(f"{rule}. Received: {received}")
             has_loss = self.objective.loss is not None and y is not None
             if self.objective.over_batch or not has_loss:
                 return Predicted(outputs, ABSENT)

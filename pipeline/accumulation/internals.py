@@ -37,6 +37,7 @@ from .keras_internals import (
     logits_of,
     mask_of,
     replaced,
+    with_mask_and_logits,
 )
 from .loss_sums import LossValues, losses_from_add_loss, weighted_sum
 from .moving_statistics import assign_moving_statistics, normalizing_layers
@@ -110,5 +111,6 @@ __all__ = [
     "weighted_sum",
     "why_attention_is_not_fused",
     "wide_layers",
+    "with_mask_and_logits",
     "with_position_weights",
 ]

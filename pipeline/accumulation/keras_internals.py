@@ -99,12 +99,13 @@ def logits_of(output: Any) -> tf.Tensor | None:
 def with_mask_and_logits(output: tf.Tensor, mask: Any, logits: Any) -> tf.Tensor:
     """Return a copy of an output, with a mask and logits stored on it.
 
-    The mask may have any dtype. A mask or logits that are `ABSENT` are not stored.
+    The mask may have any dtype. A mask or logits that are None or `ABSENT` are not
+    stored.
     """
     copy = tf.identity(output)
-    if not is_absent(mask):
+    if mask is not None and not is_absent(mask):
         copy._keras_mask = tf.cast(mask, tf.bool)
-    if not is_absent(logits):
+    if logits is not None and not is_absent(logits):
         copy._keras_logits = logits
     return copy
 

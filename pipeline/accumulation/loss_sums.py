@@ -24,7 +24,15 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import ABSENT, BatchTotals, Nest, examples_in, is_absent, spread
+from .batch import (
+    ABSENT,
+    BatchTotals,
+    Nest,
+    examples_in,
+    first_leaf,
+    is_absent,
+    spread,
+)
 from .keras_internals import mask_of
 from .objective import Objective, Term, couples_examples
 from .padding import check_loss
@@ -310,13 +318,13 @@ def weighted_sum(
         totals: totals of the batch, with the weights of this output alone. Without
             them, `batch_weight` is None or, for the reduction `sum`, 0.
         over_batch: whether these are all examples of the effective batch. If so, `call`
-            may also return a scalar.
+            may also return a scalar, or values of another number.
         padded: whether micro-batches are padded, each to its own length.
 
     Raises:
-        ValueError: the loss has no reduction, its `call` returns a scalar where it must
-            not, the sample weights do not fit the loss values, or the loss counts
-            padded positions.
+        ValueError: the loss has no reduction, its `call` returns a scalar or values
+            without the examples on axis 0 where it must not, the sample weights do not
+            fit the loss values, or the loss counts padded positions.
     """
     if loss.reduction in (None, "none"):
         rule = "The loss must have a reduction"
@@ -335,15 +343,8 @@ def weighted_sum(
     result = loss.call(y_true, outputs)
     values = _flat_values(result, dtype)
     micro_batch_examples = tf.cast(examples_in(outputs), dtype)
+    _check_has_examples(loss, y_true, values, over_batch, sample_weight is not None)
     if values.shape.rank == 0:
-        if not over_batch or sample_weight is not None:
-            exception = 'unless loss_over is "effective_batch"'
-            if over_batch:
-                exception = "if there are sample weights"
-            rule = (
-                f"The loss must give one value per example, not a scalar, {exception}"
-            )
-            raise ValueError(f"{rule}. Received: {loss.name}")
         return _sum_of_scalar(loss, values, micro_batch_examples)
 
     masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
@@ -388,9 +389,7 @@ def example_losses(
     y_true = tf.nest.map_structure(lambda leaf: tf.cast(leaf, loss_dtype), y_true)
     result = loss.call(y_true, outputs)
     values = _flat_values(result, dtype)
-    if values.shape.rank == 0:
-        rule = "The loss must give one value per example, not a scalar"
-        raise ValueError(f"{rule}. Received: {loss.name}")
+    _check_has_examples(loss, y_true, values)
 
     masks = [mask for mask in (output_mask, mask_of(result)) if mask is not None]
     weighting = _weighting(values, masks, sample_weight)
@@ -405,6 +404,40 @@ def example_losses(
     if loss.reduction == "mean_with_sample_weight" and weighting.weights is not None:
         return divide(totals, _sums_of_examples(weighting.weights, result, values))
     return divide(totals, _sums_of_examples(counted, result, values))
+
+
+def _check_has_examples(
+    loss: keras.losses.Loss,
+    y_true: Nest,
+    values: tf.Tensor,
+    over_batch: bool = False,
+    is_weighted: bool = False,
+) -> None:
+    """Reject the values of a loss if the examples are not on their axis 0.
+
+    In a traced micro-step, the number of examples is unknown, and so must be the size
+    of this axis. Where the number is known, as in an eager call, only scalars are
+    rejected. With `over_batch`, everything is accepted but a scalar that sample weights
+    would have to weight.
+    """
+    if values.shape.rank == 0 and (is_weighted or not over_batch):
+        exception = 'unless loss_over is "effective_batch"'
+        if over_batch:
+            exception = "if there are sample weights"
+        rule = f"The loss must give one value per example, not a scalar, {exception}"
+        raise ValueError(f"{rule}. Received: {loss.name}")
+
+    labels = first_leaf(y_true)
+    has_unknown_size = labels.shape.rank is None or labels.shape[0] is None
+    if over_batch or not has_unknown_size or not values.shape.rank:
+        return
+    if values.shape[0] is not None:
+        rule = (
+            "The loss must have the examples on axis 0 of its values, unless loss_over "
+            'is "effective_batch"'
+        )
+        received = f"{loss.name} with values of shape {values.shape}"
+        raise ValueError(f"{rule}. Received: {received}")
 
 
 class _Weighting(NamedTuple):

@@ -97,20 +97,33 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
         yield rule, ", ".join(moved)
 
 
+def without_examples(outputs: Mapping[str, Nest]) -> Iterator[str]:
+    """Yield descriptions of outputs that do not have the examples on axis 0.
+
+    Call this while a micro-step is traced: the size of axis 0 is then unknown. Ragged
+    outputs are among the results.
+    """
+    for name, output in outputs.items():
+        if not isinstance(output, tf.Tensor):
+            yield name or type(output).__name__
+        elif not output.shape.rank or output.shape[0] is not None:
+            yield f"{name or 'an output'} of shape {output.shape}"
+
+
 def kept(outputs: Mapping[str, Nest]) -> Outputs:
     """Return the outputs of a forward pass with the masks and logits stored on them.
 
     Raises:
         ValueError: an output is not a dense tensor with the examples on axis 0.
     """
+    for received in without_examples(outputs):
+        rule = (
+            "loss_over must be example for outputs that are not dense tensors with the "
+            "examples on axis 0"
+        )
+        raise ValueError(f"{rule}. Received: {received}")
     kept_by_name: Outputs = {}
     for name, output in outputs.items():
-        if not isinstance(output, tf.Tensor) or not output.shape.rank:
-            rule = (
-                "loss_over must be example for outputs that are not dense tensors "
-                "with the examples on axis 0"
-            )
-            raise ValueError(f"{rule}. Received: {name or type(output).__name__}")
         mask = mask_of(output)
         mask = ABSENT if mask is None else tf.cast(mask, tf.float32)
         logits = logits_of(output)

@@ -203,18 +203,29 @@ def _checked_term(
         rule = f"must be effective_batch: {loss.name} is a loss that compares examples"
         raise ConfigError("training.loss_over", rule, goal.loss_over)
 
-    def weighted_sum() -> tf.Tensor:
+    def weighted_sum(
+        y: Any, output: Any, mask: Any, logits: Any, sample_weight: Any
+    ) -> tf.Tensor:
+        output = internals.with_mask_and_logits(output, mask, logits)
         sums = internals.weighted_sum(
-            loss, term.y, term.output, term.sample_weight, None, goal.over_batch
+            loss, y, output, sample_weight, None, goal.over_batch
         )
         return sums.total
 
+    arguments = (
+        term.y,
+        term.output,
+        internals.mask_of(term.output),
+        internals.logits_of(term.output),
+        term.sample_weight,
+    )
     with as_config_error(key, example.rule, loss.name):
         _check_shapes(loss, term.y, term.output)
         classes = None if has_several_outputs else example.classes
         _check_classes(loss, term.y, term.output, classes)
-        total = weighted_sum()
-        _trace(weighted_sum)
+        total = weighted_sum(*arguments)
+        # Trace for an unknown number of examples, as in training.
+        _trace(weighted_sum, *internals.slice_specs(arguments))
     return total
 
 
@@ -335,13 +346,14 @@ def _check_names(
             raise ConfigError("model", rule, name)
 
 
-def _trace(function: Callable[[], Any]) -> None:
+def _trace(function: Callable[..., Any], *specs: Any) -> None:
     """Trace `function` without running it. Raise an error if it cannot be traced.
 
-    An eager call would not reveal, for example, Python branches on tensors.
+    An eager call would not reveal, for example, Python branches on tensors. `specs` are
+    the specs of the arguments.
     """
     try:
-        tf.function(function, autograph=False).get_concrete_function()
+        tf.function(function, autograph=False).get_concrete_function(*specs)
     except tf.errors.OperatorNotAllowedInGraphError as error:
         rule = (
             "it branches in Python on the value of a tensor: use keras.ops.where or "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import keras
 import numpy as np
 import pytest
@@ -21,10 +23,15 @@ from tests.accumulation.large_batch import (
     random,
 )
 from tests.accumulation.one_weight import Outputs, one_weight
+from tests.accumulation.tables import table
 
 
 def mean_of(x, y):
     return tf.reduce_mean(x + y)
+
+
+def one_row(y_true, y_pred):
+    return tf.reshape(tf.reduce_mean(y_pred - y_true), [1])
 
 
 def softened(y_true, y_pred):
@@ -184,6 +191,13 @@ INTEGER = "micro_batch_size must be a whole number of at least 1."
         ({"micro_batch_size": 2.5}, f"{INTEGER} Received: 2.5"),
         ({"loss": losses.MeanSquaredError(reduction=None)}, "must have a reduction"),
         ({"loss": losses.Dice()}, "must give one value per example"),
+        (
+            {"loss": losses.CosineSimilarity(axis=0)},
+            "must have the examples on axis 0 of its values, unless loss_over is "
+            '"effective_batch". Received: cosine_similarity with values of shape (1,)',
+        ),
+        ({"loss": one_row}, "must have the examples on axis 0 of its values"),
+        ({"model": table}, "must have the examples on axis 0 of its values"),
         ({"batch": (np.ones((3, 1)), None, np.ones(3))}, "there must be labels for"),
         (
             {"batch": lambda: (tf.sparse.from_dense(np.eye(3)), np.ones((3, 1)))},
@@ -217,8 +231,9 @@ def test_what_cannot_be_accumulated_is_refused(change, message):
         "micro_batch_size": 2,
     }
     arguments |= change
-    if callable(arguments["batch"]):
-        arguments["batch"] = arguments["batch"]()
+    for name in ("batch", "model"):
+        if inspect.isfunction(arguments[name]):
+            arguments[name] = arguments[name]()
     with pytest.raises(ValueError) as refused:
         accumulate_gradients(**arguments)
     assert message in str(refused.value)

@@ -30,6 +30,7 @@ from pipeline.accumulation.internals import (
     slice_specs,
 )
 from tests.accumulation.replicas import strategy_on
+from tests.accumulation.tables import table
 from tests.parameters import mostly_slow
 from tests.running import ROOT, python
 
@@ -426,6 +427,11 @@ REFUSED = {
         lambda: updated(frozen(), batch=batch_of(6, "weighted")),
         "The loss must give one value per example, not a scalar, if there are sample "
         "weights. Received: decorrelated",
+    ),
+    "table": Refused(
+        lambda: updated(table()),
+        "loss_over must be example for outputs that are not dense tensors with the "
+        "examples on axis 0. Received: an output of shape (6, 1)",
     ),
     "kernel": Refused(
         outside_of_an_update, "loss_over must be example for accumulate_gradients"

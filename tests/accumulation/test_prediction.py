@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras import layers, losses
 
 from pipeline.accumulation.internals import Objective, Prediction
+from tests.accumulation.tables import table
 from tests.parameters import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("float64")
@@ -122,3 +123,11 @@ def test_without_a_loss_of_one_example_there_is_none():
     batch = batch_of("vectors", weighted=False)
     predicted = prediction(batch)
     assert predicted.losses == ()
+
+
+def test_an_output_that_is_not_of_the_examples_is_refused():
+    x = tf.ones((6, 1))
+    prediction = Prediction(table(), Objective(None), micro_batch_size=3)
+    message = "^outputs must be dense tensors with the examples on axis 0. Received: "
+    with pytest.raises(ValueError, match=message):
+        prediction((x, None))

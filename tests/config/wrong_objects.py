@@ -182,6 +182,13 @@ PREPARED = {
         "Received: 'mlp'."
     ),
     (
+        f"train {MLP} training.loss._target_=mine.column_loss {NO_LOGITS} "
+        "+training.loss._partial_=true"
+    ): (
+        "training.loss must fit … (The loss must have the examples on axis 0 of its "
+        "values…). Received: …"
+    ),
+    (
         f"train {MLP} training.loss._target_=mine.flat_loss {NO_LOGITS} "
         "+training.loss._partial_=true"
     ): (
