@@ -471,11 +471,6 @@ def _compiled_objective(model: AccumulatingModel, outputs: Nest) -> _CompiledObj
         if name in losses:
             rule = "loss must have only one entry per output"
             raise ValueError(f"{rule}. Received: a second one, {loss.name}")
-        if type(loss).__call__ is not keras.losses.Loss.__call__:
-            rule = "loss must compute one value per example in `call`"
-            raise ValueError(
-                f"{rule}, because `__call__` is not called. Received: {loss.name}"
-            )
         losses[name] = loss
         scales[name] = compiled.scale
         output_means[f"{name}_loss"] = compiled.mean

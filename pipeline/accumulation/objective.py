@@ -133,7 +133,8 @@ class Objective:
 
         Raises:
             ValueError: the losses, loss weights, labels or sample weights do not fit
-                the outputs, or an output with a loss has no labels.
+                the outputs, an output with a loss has no labels, or a loss has a
+                `__call__` of its own.
         """
         if self.loss is None:
             return []
@@ -161,6 +162,7 @@ class Objective:
         terms = []
         for name in learned:
             loss = get_loss(losses[name], labels[name], outputs[name])
+            _check_call(loss)
             terms.append(
                 Term(
                     name,
@@ -207,6 +209,13 @@ class Objective:
                 name = f"{output}_{metric.name}" if output else metric.name
                 named[name] = metric
         return named
+
+
+def _check_call(loss: keras.losses.Loss) -> None:
+    if type(loss).__call__ is not keras.losses.Loss.__call__:
+        rule = "loss must compute one value per example in `call`"
+        reason = "because `__call__` is not called"
+        raise ValueError(f"{rule}, {reason}. Received: {loss.name}")
 
 
 def couples_examples(loss: Any) -> bool:

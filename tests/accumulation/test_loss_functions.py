@@ -30,6 +30,13 @@ def mean_of(x, y):
     return tf.reduce_mean(x + y)
 
 
+class Halved(losses.MeanSquaredError):
+    """Computes something in `__call__`, which is not called."""
+
+    def __call__(self, y_true, y_pred, sample_weight=None):
+        return 0.5 * super().__call__(y_true, y_pred, sample_weight)
+
+
 def one_row(y_true, y_pred):
     return tf.reshape(tf.reduce_mean(y_pred - y_true), [1])
 
@@ -195,6 +202,11 @@ INTEGER = "micro_batch_size must be a whole number of at least 1."
             {"loss": losses.CosineSimilarity(axis=0)},
             "must have the examples on axis 0 of its values, unless loss_over is "
             '"effective_batch". Received: cosine_similarity with values of shape (1,)',
+        ),
+        (
+            {"loss": Halved()},
+            "loss must compute one value per example in `call`, because `__call__` is "
+            "not called. Received: mean_squared_error",
         ),
         ({"loss": one_row}, "must have the examples on axis 0 of its values"),
         ({"model": table}, "must have the examples on axis 0 of its values"),
