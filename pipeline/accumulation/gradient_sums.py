@@ -38,9 +38,8 @@ class GradientNoiseSums(NamedTuple):
 class GradientSums(NamedTuple):
     """The sums over one effective batch, or over one replica's share of it.
 
-    An evaluation sets only the first three attributes, and `cut`. A sum with a weight
-    of 0 is not divided: either the sum is 0, too, or the reduction of the loss is
-    `sum`.
+    An evaluation sets only the first three attributes, and `cut`. If the weight of a sum
+    is 0, its mean is 0, as in Keras.
 
     Attributes:
         losses: the loss of each output that has one, by output name.

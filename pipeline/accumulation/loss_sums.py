@@ -41,12 +41,13 @@ from .padding import check_loss
 class LossSum(NamedTuple):
     """The loss of one output over some examples, as a sum and its weight; scalars.
 
-    For wᵢ and dᵢ, see `accumulate`.
+    For wᵢ and dᵢ, see `accumulate`. The reduction `sum`, which does not divide, has the
+    weight `ABSENT`.
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
     scaled: tf.Tensor  # `total` × the output's entry of `loss_weights`
-    weight: tf.Tensor  # Σ dᵢ
+    weight: Any  # Σ dᵢ
 
 
 class LossPart(NamedTuple):
@@ -92,12 +93,15 @@ class MicroBatchLosses(NamedTuple):
 class WeightedSum(NamedTuple):
     """The numerator and the denominator of a mean, over a part of a batch.
 
-    All are scalars, in float32 at least. For wᵢ and dᵢ, see `accumulate`.
+    All are scalars, in float32 at least. For wᵢ and dᵢ, see `accumulate`. The reduction
+    `sum`, which does not divide, has weights of `ABSENT`.
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ
-    weight: tf.Tensor  # Σ dᵢ; 0 for the reduction `sum`: see `_sum_reduction`
-    batch_weight: tf.Tensor | None  # W of the batch, if known before a forward pass
+    weight: Any  # Σ dᵢ
+    batch_weight: (
+        Any  # W of the batch, or None if it is not known before a forward pass
+    )
     # (Σ D)² / Σ D², where D is Σ dᵢ of an example: Kish, Survey Sampling, 1965.
     effective_examples: tf.Tensor
     values: LossValues | None = None  # None if they are ragged, or not of examples
@@ -316,7 +320,7 @@ def weighted_sum(
         outputs: outputs of the model, with the examples on axis 0.
         sample_weight: sample weights, (examples,) or in the shape of the loss values.
         totals: totals of the batch, with the weights of this output alone. Without
-            them, `batch_weight` is None or, for the reduction `sum`, 0.
+            them, `batch_weight` is None or, for the reduction `sum`, `ABSENT`.
         over_batch: whether these are all examples of the effective batch. If so, `call`
             may also return a scalar, or values of another number.
         padded: whether micro-batches are padded, each to its own length.
@@ -477,17 +481,11 @@ def _weighting(
 def _sum_reduction(
     weighted_values: tf.Tensor, micro_batch_examples: tf.Tensor
 ) -> WeightedSum:
-    """Return the sum of a loss with the reduction `sum`.
-
-    Its weight is 0, so that `divide` returns the sum undivided. Added up over the
-    micro-batches, the weight remains 0, while a weight of 1 would become the number of
-    micro-batches.
-    """
-    zero = tf.zeros((), weighted_values.dtype)
+    """Return the sum of a loss with the reduction `sum`, which is never divided."""
     return WeightedSum(
         total=tf.reduce_sum(weighted_values),
-        weight=zero,
-        batch_weight=zero,
+        weight=ABSENT,
+        batch_weight=ABSENT,
         effective_examples=micro_batch_examples,
     )
 
@@ -554,8 +552,7 @@ def _sum_of_scalar(
     that an evaluation averages it over batches.
     """
     if loss.reduction == "sum":
-        zero = tf.zeros((), value.dtype)
-        return WeightedSum(value, zero, None, batch_examples)
+        return WeightedSum(value, ABSENT, None, batch_examples)
     return WeightedSum(value * batch_examples, batch_examples, None, batch_examples)
 
 
@@ -598,14 +595,15 @@ def nonzero(weight: tf.Tensor) -> tf.Tensor:
 def divide(value: Any, weight: Any) -> Any:
     """Return a tensor or `tf.IndexedSlices` divided by a weight.
 
-    If the weight is 0 or `ABSENT`, the value is returned undivided.
+    If the weight is `ABSENT`, the value is returned undivided. If it is 0, the result is
+    0, as in Keras.
     """
     if is_absent(weight):
         return value
     if isinstance(value, tf.IndexedSlices):
         rows = divide(value.values, weight)
         return tf.IndexedSlices(rows, value.indices, value.dense_shape)
-    return value / tf.cast(nonzero(weight), value.dtype)
+    return tf.math.divide_no_nan(value, tf.cast(weight, value.dtype))
 
 
 def _values_per_example(

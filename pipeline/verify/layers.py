@@ -19,6 +19,7 @@ from pipeline.accumulation.internals import (
     Term,
     by_name,
     calling,
+    is_absent,
     layers_of,
     parts_of,
     replaced,
@@ -191,7 +192,7 @@ class _Observer:
             outputs, calls = _call_recorded(self._model, x)
             losses = self._losses(y, outputs, sample_weight)
             if self._divisors is None:
-                self._divisors = [_nonzero(loss.weight) for loss in losses]
+                self._divisors = [_divisor(loss.weight) for loss in losses]
             target = self._target(losses, self._divisors)
 
         observations = []
@@ -366,9 +367,9 @@ def _draws(layer: keras.Layer) -> bool:
     return any(isinstance(value, keras.random.SeedGenerator) for value in values)
 
 
-def _nonzero(weight: Any) -> Any:
-    """Return `weight`, or 1 if it is 0. The reduction `sum` has the weight 0."""
-    if weight == 0:
+def _divisor(weight: Any) -> Any:
+    """Return `weight`, or 1 if there is none, as for the reduction `sum`, or it is 0."""
+    if is_absent(weight) or weight == 0:
         return 1.0
     return weight
 

@@ -396,6 +396,29 @@ def test_a_literal_to_check_by_hand(float64):
     assert np.asarray(sums.gradients()).tolist() == [[[SLOPE_OF_LINE]]]
 
 
+@pytest.mark.parametrize("make", [dense, masked])
+def test_weights_that_cancel_give_no_gradient(float64, make):
+    """As in Keras: advantages may be of both signs, and sum to 0.
+
+    With the mask of a model, the sum is known after the forward pass only.
+    """
+    loss = losses.SparseCategoricalCrossentropy(
+        from_logits=True, reduction="mean_with_sample_weight"
+    )
+    if make is dense:
+        batch = (random(4, FEATURES), labels(4), np.array([1.0, 1.0, -1.0, -1.0]))
+    else:
+        signs = np.tile([[1.0], [-1.0]], (2, TIME))
+        batch = (np.ones((4, TIME), int), labels(4, TIME), signs)
+    model = make()
+    assert float(loss(batch[1], model(batch[0]), batch[2])) == 0
+
+    sums = accumulate_gradients(model, loss, batch, 3)
+    assert float(sums.mean_loss()) == 0
+    for gradient in sums.gradients():
+        assert not np.any(tf.convert_to_tensor(gradient))
+
+
 def test_the_mean_of_micro_batch_means_is_another_gradient(float64):
     model = one_weight()
     means = []
