@@ -102,7 +102,8 @@ def accumulate_gradients(  # noqa: PLR0913  the public interface
             `Objective` includes loss weights and metrics. Without a model: a function
             of the parts of a micro-batch, which are x, y and the sample weights, as far
             as `batch` has them. It returns the mean loss over the examples, or a tuple
-            of a weighted mean and its divisor, the total weight.
+            of a weighted mean and its divisor, the total weight. If the divisor of a
+            micro-batch is 0, its mean and its gradient do not count, even if NaN.
         batch: `(x, y)` or `(x, y, sample_weight)`, each a nest of dense or ragged
             tensors with the examples on axis 0, or x alone if there is no loss. The
             number of examples may be zero, and unknown during tracing. Inside
@@ -477,14 +478,22 @@ def _targets(
     A loss scale is applied to means, as in `fit`, because scaled sums over a
     micro-batch would overflow float16. The gradient of a mean is then multiplied by the
     weight that the sum was divided by.
+
+    The gradient of a function's loss is multiplied by 0 if the weight is 0, because it
+    is NaN where the function divides by the weight.
     """
-    if scale_loss is None:
-        return [_Target(part.total, ABSENT) for part in minimized]
-    weights = [part.nonzero_divisor for part in minimized]
-    pairs = zip(minimized, weights, strict=True)
-    means = [divide(part.total, weight) for part, weight in pairs]
-    scaled = [scale_loss(mean) for mean in means]
-    return list(map(_Target, scaled, weights))
+    targets = []
+    for part in minimized:
+        value = part.total
+        times: Any = ABSENT
+        if part.of_function:
+            times = tf.cast(part.weight != 0, value.dtype)
+        if scale_loss is not None:
+            weight = part.nonzero_divisor
+            value = scale_loss(divide(value, weight))
+            times = part.weight if part.of_function else weight
+        targets.append(_Target(value, times))
+    return targets
 
 
 def _with_gradients(

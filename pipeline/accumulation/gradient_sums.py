@@ -170,7 +170,8 @@ def gradients_by(
     Args:
         tape: the tape that recorded the computation of the target.
         target: the scalar to differentiate.
-        times: scalar factor for the gradients, or `ABSENT` for 1.
+        times: scalar factor for the gradients, or `ABSENT` for 1. A factor of 0 gives 0
+            even if a gradient is NaN.
         variables: the variables to differentiate with respect to.
         output_gradients: gradients of another loss with respect to outputs of the
             model. They are backpropagated to the variables and added.
@@ -186,7 +187,7 @@ def gradients_by(
         gradient = tf.cast(gradient, float32_at_least(gradient.dtype))
         if is_absent(times):
             return gradient
-        return gradient * tf.cast(times, gradient.dtype)
+        return tf.math.multiply_no_nan(gradient, tf.cast(times, gradient.dtype))
 
     def summand(gradient: Any, variable: tf.Variable) -> Any:
         if gradient is None:

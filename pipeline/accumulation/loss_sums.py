@@ -56,12 +56,15 @@ class LossPart(NamedTuple):
     `total` is already divided if the weight W of the effective batch is known before
     the forward pass. `weight` is then the micro-batch's share of W. For the reduction
     `sum`, which has no divisor, `weight` is the micro-batch's share of the examples.
+    `of_function` is whether a function computed the loss as a mean, whose gradient may
+    be NaN if the weight is 0.
     """
 
     total: tf.Tensor  # Σ wᵢ·lossᵢ over the micro-batch, ÷ W if `divided`
     weight: tf.Tensor  # Σ dᵢ over the micro-batch, ÷ W if `divided`
     effective_examples: tf.Tensor  # of the micro-batch: see `WeightedSum`
     divided: bool  # whether `total` is already divided by W, or has no divisor
+    of_function: bool = False
 
     @property
     def divisor(self) -> Any:
@@ -282,8 +285,11 @@ def function_losses(
         )
     else:
         divisor = tf.cast(weight, mean.dtype)
-        total = mean * divisor
-        part = LossPart(total, divisor, micro_batch_examples, divided=False)
+        # Multiply without NaN: a mean with the weight 0 is often 0/0.
+        total = tf.math.multiply_no_nan(mean, divisor)
+        part = LossPart(
+            total, divisor, micro_batch_examples, divided=False, of_function=True
+        )
     losses = {"": LossSum(total, total, divisor)}
     return MicroBatchLosses(losses, tf.zeros_like(mean), [part], {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import keras
@@ -114,6 +115,51 @@ def test_any_function_of_a_micro_batch(float64, weighted):
     sums = accumulate_gradients(None, loss, (x, y), 4, variables=variables)
     assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
     assert deviation(sums.gradients(), expected) < EXACT
+
+
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_a_micro_batch_without_weight_does_not_count(float64, scale):
+    """The function divides by the weight, so its loss and gradient are NaN there."""
+    model = dense(units=1)
+    x = random(10, FEATURES)
+    y = random(10, 1)
+    weights = np.array([0, 0, 0, 1, 2, 3, 1, 1, 1, 1.0])
+
+    def weighted_mean(x, y, weights):
+        errors = tf.square(y - model(x))[:, 0]
+        weight = tf.reduce_sum(weights)
+        return tf.reduce_sum(weights * errors) / weight, weight
+
+    with tf.GradientTape() as tape:
+        value, _ = weighted_mean(*map(tf.constant, (x, y, weights)))
+    expected = reference.gradients_of(tape, value, model)
+
+    scale_loss = None
+    if scale is not None:
+        expected = [scale * gradient for gradient in expected]
+        scale_loss = functools.partial(tf.multiply, tf.constant(scale, "float64"))
+    sums = accumulate_gradients(
+        None,
+        weighted_mean,
+        (x, y, weights),
+        3,
+        variables=model.trainable_variables,
+        scale_loss=scale_loss,
+    )
+    assert float(sums.mean_loss()) == pytest.approx(float(value), rel=EXACT)
+    assert deviation(sums.gradients(), expected) < EXACT
+
+
+def test_a_real_nan_of_a_function_is_not_hidden(float64):
+    model = dense(units=1)
+
+    def mean(x, weights):
+        return tf.math.log(-tf.reduce_sum(model(x) ** 2)), tf.reduce_sum(weights)
+
+    batch = (random(4, FEATURES), np.array([0.0, 0.0, 1.0, 1.0]))
+    variables = model.trainable_variables
+    sums = accumulate_gradients(None, mean, batch, 2, variables=variables)
+    assert np.isnan(sums.mean_loss())
 
 
 class Keeping(keras.losses.MeanSquaredError):
