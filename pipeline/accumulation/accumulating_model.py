@@ -27,7 +27,13 @@ from .forward_effects import (
     unsupported,
 )
 from .gradient_sums import GradientSums
-from .keras_internals import compiled_losses, compiled_metrics, loss_mean, replaced
+from .keras_internals import (
+    compiled_losses,
+    compiled_metrics,
+    loss_mean,
+    metrics_of_wrapper,
+    replaced,
+)
 from .objective import Objective, by_name, check_added_losses, check_loss_over
 from .padding import padded_parts
 from .ragged_checks import check_takes_ragged
@@ -138,6 +144,11 @@ class AccumulatingModel(keras.Model):
     def output_names(self) -> list[str]:
         """The names of the outputs of `inner`, which `compile` and the history use."""
         return self.inner.output_names
+
+    @property
+    def metrics(self) -> list[keras.metrics.Metric]:
+        """The metrics of `compile`, of `inner` itself and of its layers."""
+        return metrics_of_wrapper(super().metrics, self, self.inner)
 
     def summary(self, *arguments: Any, **options: Any) -> None:
         """Print the layers of `inner`, and the size of the optimizer, as Keras does."""

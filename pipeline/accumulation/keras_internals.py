@@ -19,6 +19,9 @@ objects for a limited time.
     `_flat_weighted_metrics`, `_loss_tracker`: the losses and metrics that `compile`
     builds, with names such as "accuracy" resolved. The history and `EarlyStopping` use
     the names of these objects.
+`_get_own_metrics`, `_metrics`: the metrics of a model without those of its layers, and
+    those among them that `compile` has not made. A model's `metrics` leave out the
+    own metrics of a model inside of it.
 `TensorFlowTrainer.train_step`, with its `self`, `y_pred` and `sample_weight`: the step
     of `fit`, which shows whether the batches have masks or sample weights.
 `_momentums`, `_velocities`, `_get_variable_index`, of `Adam`: the moments, and their
@@ -183,6 +186,17 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
             key = metrics_of_output.output_name or name
             metrics[key] = metrics_of_output.metrics
     return metrics
+
+
+def metrics_of_wrapper(
+    metrics: Sequence[keras.metrics.Metric], wrapper: keras.Model, inner: keras.Model
+) -> list[keras.metrics.Metric]:
+    """Return `metrics`, those of a model that wraps `inner`, and the metrics of `inner`.
+
+    They are in the order in which a plain `inner` would list them.
+    """
+    position = len(wrapper._get_own_metrics())
+    return [*metrics[:position], *inner._metrics, *metrics[position:]]
 
 
 class StepOfFit(NamedTuple):

@@ -83,6 +83,19 @@ class Late(keras.Model):
         return self.out(self.hidden(x))
 
 
+class Measured(Late):
+    """Has a metric itself, besides that of a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.penalty = Penalty()
+        self.largest = keras.metrics.Mean(name="largest")
+
+    def call(self, x):
+        self.largest.update_state(tf.reduce_max(x, -1))
+        return super().call(self.penalty(x))
+
+
 def regularized():
     model = dense(kernel_regularizer=keras.regularizers.L2(0.03))
     return keras.Sequential([keras.Input((6,)), *model.layers, Penalty()])
@@ -159,6 +172,15 @@ CASES = {
         Late,
         (X, Y),
         lambda: {"optimizer": keras.optimizers.Adam(0.01), "loss": cross_entropy()},
+    ),
+    "own_metric": Case(
+        Measured,
+        (X, Y),
+        lambda: {
+            "optimizer": keras.optimizers.Adam(0.01),
+            "loss": cross_entropy(),
+            "metrics": ["accuracy"],
+        },
     ),
     "two_in_a_list": Case(
         two_heads,

@@ -42,6 +42,24 @@ def test_layers_inside_of_layers_are_found():
     assert model not in layers_of_model, WHERE
 
 
+def test_the_metrics_of_an_inner_model_are_where_its_own_would_be():
+    class Measured(keras.Sequential):
+        def __init__(self):
+            super().__init__([layers.Dense(1), layers.Dense(1)])
+            self.size = keras.metrics.Mean(name="size")
+            self.layers[0].seen = keras.metrics.Mean(name="seen")
+
+    inner = Measured()
+    inner.compile(loss="mse", metrics=["mae"])
+    expected = [metric.name for metric in inner.metrics]
+    assert expected == ["loss", "compile_metrics", "size", "seen"]
+
+    wrapper = keras.Sequential([inner])
+    wrapper.compile(loss="mse", metrics=["mae"])
+    metrics = keras_internals.metrics_of_wrapper(wrapper.metrics, wrapper, inner)
+    assert [metric.name for metric in metrics] == expected, WHERE
+
+
 def test_the_global_seed_is_what_draws_without_a_seed_move():
     keras.utils.set_random_seed(0)
     assert keras_internals.global_seed() is None, WHERE

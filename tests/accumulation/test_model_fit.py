@@ -56,11 +56,16 @@ def fitted_by_keras(name):
     [
         *mostly_slow(
             [(name, 1) for name in CASES],
-            [("sample_weights", 1)],
+            [("sample_weights", 1), ("own_metric", 1)],
             [("regularised", 1), ("two_in_a_dict", 1)],
         ),
         *mostly_slow(
-            [("sample_weights", 2), ("masked", 2), ("built_late", 2)],
+            [
+                ("sample_weights", 2),
+                ("masked", 2),
+                ("built_late", 2),
+                ("own_metric", 2),
+            ],
             [],
             [("masked", 2)],
         ),
