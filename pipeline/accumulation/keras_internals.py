@@ -168,8 +168,9 @@ def compiled_metrics(
 ) -> tuple[MetricsByOutput, MetricsByOutput]:
     """Return `metrics` and `weighted_metrics` of a compiled model, by output name.
 
-    Call this after `compute_metrics`. If the metrics do not state the name of their
-    output, the entry of `names` is used.
+    Call this after `compute_metrics`. If the metrics state no name of their output, or
+    one that is not in `names`, the entry of `names` is used: Keras gives two outputs of
+    a shared layer the same name.
     """
     compiled = model._compile_metrics
     if compiled is None:
@@ -183,8 +184,9 @@ def _metrics_by_output(names: Sequence[str], lists: Sequence[Any]) -> MetricsByO
     metrics = {}
     for name, metrics_of_output in zip(names, lists, strict=True):
         if metrics_of_output is not None:
-            key = metrics_of_output.output_name or name
-            metrics[key] = metrics_of_output.metrics
+            if metrics_of_output.output_name in names:
+                name = metrics_of_output.output_name
+            metrics[name] = metrics_of_output.metrics
     return metrics
 
 

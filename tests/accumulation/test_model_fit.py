@@ -18,9 +18,11 @@ from tests.accumulation import reference
 from tests.accumulation.fitting import (
     CASES,
     EXACT,
+    SIZES,
     Fitted,
     N,
     X,
+    Y,
     assert_equal,
     assert_equal_weights,
     build,
@@ -184,6 +186,48 @@ def test_the_loss_of_each_output():
 
 
 @pytest.mark.slow
+def one_head_twice():
+    """Return a model with two outputs of the same layer, and so of the same name."""
+    inputs = keras.Input((6,))
+    size = layers.Dense(1, name="size")
+    return keras.Model(inputs, [size(inputs), size(-inputs)])
+
+
+def test_two_outputs_of_one_layer():
+    data = (X, (SIZES, 2 * SIZES))
+    options = {"loss": ["mse", "mae"], "metrics": [["mae"], ["mse"]]}
+    # Keras weighs each batch equally in the loss of an output: there is one batch.
+    ours = trained(
+        AccumulatingModel(build(one_head_twice), 5), options.copy, data, batch_size=N
+    )
+    theirs = trained(build(one_head_twice), options.copy, data, batch_size=N)
+    assert {"size_mae", "size_mse"} < theirs.history.keys()
+    assert_equal(ours, theirs)
+
+
+class WithOptional(layers.Layer):
+    """Adds its inputs, of which either may be missing."""
+
+    def call(self, inputs):
+        return sum(part for part in inputs if part is not None)
+
+
+def with_optional_inputs():
+    inputs = [keras.Input((6,), optional=True) for _ in range(2)]
+    hidden = WithOptional()(inputs)
+    return keras.Model(inputs, layers.Dense(3)(hidden))
+
+
+@pytest.mark.parametrize("x", [[None, X], [X, None]], ids=["first", "last"])
+def test_an_input_may_be_missing(x):
+    options = {"loss": cross_entropy()}
+    model = AccumulatingModel(build(with_optional_inputs), 5)
+    ours = trained(model, options.copy, (x, Y))
+    assert_equal(ours, trained(build(with_optional_inputs), options.copy, (x, Y)))
+    predicted = model.predict(x, verbose=0)
+    np.testing.assert_allclose(predicted, model.inner.predict(x, verbose=0))
+
+
 def test_several_outputs_are_evaluated_as_in_keras_also_when_compiled_again():
     make, data, compiled = CASES["two_in_a_list"]
     plain = build(make)
