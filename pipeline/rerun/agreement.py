@@ -4,7 +4,7 @@
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -167,6 +167,7 @@ def compare_runs(
     examples: Mapping[str, int],
     in_tf32: bool = False,
     schema: int = SCHEMA,
+    segments: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[Agreement, str]:
     """Compare two runs in MLflow.
 
@@ -177,6 +178,8 @@ def compare_runs(
         examples: the number of examples by split, without splits of unknown size.
         in_tf32: whether one of the runs computed float32 in TF32.
         schema: the schema of the old run's record.
+        segments: the segments of both runs; see `provenance.segment`. A run that was
+            never resumed has none.
 
     Returns:
         The agreement, and an HTML page with plots of both runs.
@@ -192,7 +195,7 @@ def compare_runs(
         new_history,
         rounding.coarsest(precisions),
         examples=examples,
-        same_cut=_have_same_cut(old, new),
+        same_cut=_have_same_cut(old, new, segments),
         until=_last_update(old, old_history),
         changed=metric_names.changed_since(schema),
         ends=[horizon.after for horizon in horizons.of_tags(old.data.tags)],
@@ -368,13 +371,27 @@ def _history(client: Any, run: Any) -> History:
     return history
 
 
-def _have_same_cut(old: Any, new: Any) -> bool:
-    """Return whether two runs cut their batches into the same micro-batches."""
+def _have_same_cut(old: Any, new: Any, segments: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether two runs always cut their batches into the same micro-batches.
+
+    Args:
+        old, new: the runs. Their params have the cuts with which they began.
+        segments: the segments of both runs.
+    """
     if old.data.tags.get(HALVED) != new.data.tags.get(HALVED):
         return False
     old_params = old.data.params
     new_params = new.data.params
-    return all(old_params.get(key) == new_params.get(key) for key in DERIVED_CUT)
+    if any(old_params.get(key) != new_params.get(key) for key in DERIVED_CUT):
+        return False
+
+    cuts = []
+    for segment in segments:
+        cut = segment.get("cut")
+        if cut is not None:
+            # Older versions lack an entry that was None in each of their runs.
+            cuts.append({name: size for name, size in cut.items() if size is not None})
+    return all(cut == cuts[0] for cut in cuts)
 
 
 def _last_update(run: Any, history: History) -> float:

@@ -237,6 +237,7 @@ class Rerun:
             self.recorded.dataset.get("examples") or {},
             self.recorded.is_in_tf32() or _is_in_tf32(new),
             schema=self.recorded.config.get("schema", 0),
+            segments=self.recorded.segments,
         )
 
         client.log_text(new_run_id, page, "rerun/comparison.html")
@@ -284,6 +285,7 @@ def _compare_with(store: ForeignStore, recorded: RecordedRun, other_id: str) -> 
         recorded.dataset.get("examples") or {},
         recorded.is_in_tf32() or other.is_in_tf32(),
         schema=recorded.config.get("schema", 0),
+        segments=[*recorded.segments, *other.segments],
     )
     say(f"run {other.run_id} compared with {recorded.run_id}: {outcome.text}")
     return 0 if outcome.runs_agree else DIFFERENT

@@ -27,7 +27,9 @@ _FORMS = {
     },
     "dataset.json": provenance.DATASET,
     "links.json": {str: str},
-    "segments.json": [{"after": int, "code?": {str: str}, "settings?": dict}],
+    "segments.json": [
+        {"after": int, "cut?": dict, "code?": {str: str}, "settings?": dict}
+    ],
 }
 LARGEST = 16 * 2**20  # maximum size of one file of a record, in bytes
 

@@ -196,6 +196,12 @@ def test_another_cut_agrees_within_rounding(tmp_path):
             assert abs(curves[key][step] - value) < 1e-12, key
     assert list(curves["train/micro_steps"]) == list(range(1, UPDATES + 1))
 
+    # A rerun, which has only the first cut, does not compare what depends on the cut.
+    run_id = Store(folder).run().info.run_id
+    said = pipeline("rerun", run_id, "--allow", "mine", cwd=folder).stderr
+    assert f"of {run_id}: equal within rounding" in said
+    assert re.search(r"\(without .*train/micro_steps\)", said)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [5, 17])

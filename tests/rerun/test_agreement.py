@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,30 @@ def history(**metrics: dict[int, float]) -> dict[str, dict[int, float]]:
 
 def verdict_of(old, new, precision="float32", **options) -> str:
     return agreement.compare(old, new, precision, **options).verdict
+
+
+class StoredRuns:
+    """What `compare_runs` uses of MLflow's client: the histories of two runs."""
+
+    def __init__(self):
+        self.histories = {}
+
+    def add(self, run_id: str, points, **params: str):
+        """Add a finished run, and return it; `log__every` is the param `log.every`."""
+        self.histories[run_id] = points
+        data = SimpleNamespace(
+            metrics=dict.fromkeys(points),
+            params={key.replace("__", "."): value for key, value in params.items()},
+            tags={},
+        )
+        info = SimpleNamespace(run_id=run_id, status="FINISHED")
+        return SimpleNamespace(info=info, data=data)
+
+    def get_metric_history(self, run_id: str, metric: str):
+        return [
+            SimpleNamespace(step=step, value=value)
+            for step, value in self.histories[run_id][metric].items()
+        ]
 
 
 def test_the_same_points_are_bit_equal():
@@ -149,6 +174,24 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
     )
     assert verdict_of(old, new, same_cut=False) == "bit-equal"
     assert verdict_of(old, new) == "different"
+
+
+def test_a_run_that_was_resumed_with_another_cut_was_cut_differently():
+    then = history(train_loss={1: 1.0, 2: 1.0}, train_micro_steps={1: 4, 2: 12})
+    now = history(train_loss={1: 1.0, 2: 1.0}, train_micro_steps={1: 4, 2: 8})
+    client = StoredRuns()
+    old = client.add("old", then, derived__factor="4", derived__replicas="1")
+    new = client.add("new", now, derived__factor="4", derived__replicas="1")
+    first = {"after": 0, "cut": {"factor": 4, "replicas": 1}}
+    second = {"after": 1, "cut": {"factor": 8, "replicas": 1}}
+
+    outcome, _ = agreement.compare_runs(client, old, new, {}, segments=[first, second])
+    assert outcome.text == "bit-equal: 2 points of 1 metric (without train/micro_steps)"
+    # An older version, which began the run, recorded no limit in tokens.
+    same = {"after": 1, "cut": first["cut"] | {"micro_batch_tokens": None}}
+    for segments in ([], [first, same]):
+        outcome, _ = agreement.compare_runs(client, old, new, {}, segments=segments)
+        assert outcome.verdict == "different"
 
 
 # Accuracies over 128 examples, and the verdict on the second one.
