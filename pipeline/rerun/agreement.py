@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +29,12 @@ NO_POINTS = "nothing to compare"
 # A metric that is a share of examples, such as the accuracy, may differ by this many
 # examples if it is computed over more examples than that.
 MOST_EXAMPLES = 2
+
+# The keys that decide at which steps the metrics with a prefix are logged.
+_STEP_KEYS = {
+    "train/": ("tracking.log_every",),
+    "val/": ("training.evaluate_every", "training.evaluate_at_start"),
+}
 
 History = Mapping[str, Mapping[int, float]]  # metric → step → value
 
@@ -86,20 +92,88 @@ class Agreement:
         return self.verdict in (BIT_EQUAL, WITHIN_ROUNDING)
 
 
+@dataclass(frozen=True)
+class Scope:
+    """What is compared of a recorded run and its rerun.
+
+    A metric that only the rerun has is never compared.
+
+    Attributes:
+        same_cut: whether both runs have equal numbers of micro-batches and replicas.
+            Otherwise, metrics that depend on these numbers are left out.
+        until: the last update to compare; infinity if the recorded run finished.
+        changed: metrics whose computation has changed since the recorded run. They are
+            left out.
+        ends: updates at which the recorded run had reached its horizon, before it was
+            resumed with a longer one. What it logged after one of these updates is left
+            out if the rerun did not log it.
+        step_keys: the config keys by which the two runs logged metrics at different
+            steps, by the prefix of these metrics, such as `train/`. Such metrics are
+            compared only at the steps at which both runs logged them.
+    """
+
+    same_cut: bool = True
+    until: float = math.inf
+    changed: Collection[str] = ()
+    ends: Collection[int] = ()
+    step_keys: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def metrics(self, old: History) -> list[str]:
+        """Return the metrics of the recorded run that are compared."""
+        metrics = []
+        for metric in old:
+            is_comparable = self.same_cut or not _follows_from_cut(metric)
+            if is_comparable and metric not in self.changed:
+                metrics.append(metric)
+        return metrics
+
+    def points(self, old: History, new: History) -> list[Point]:
+        """Return the points that are compared, the earliest first."""
+        points = []
+        for metric in self.metrics(old):
+            old_values = old[metric]
+            new_values = new.get(metric, {})
+            for step in {*old_values, *new_values}:
+                point = Point(metric, step, old_values.get(step), new_values.get(step))
+                if step <= self.until and not self._may_lack(point, new_values):
+                    points.append(point)
+        return sorted(points, key=_order)
+
+    def _may_lack(self, point: Point, new_values: Mapping[int, float]) -> bool:
+        """Return whether a point is missing in one run, although the runs may agree."""
+        if point.new is None and point.step in self.ends:
+            return True
+        # A metric without any value is missing from the rerun, whatever its steps are.
+        has_other_steps = point.metric.startswith(tuple(self.step_keys))
+        is_missing = point.old is None or point.new is None
+        return is_missing and has_other_steps and bool(new_values)
+
+    def text(self, old: History, new: History) -> str:
+        """Return the number of metrics, and what is left out, in words."""
+        metrics = self.metrics(old)
+        text = count(len(metrics), "metric")
+        left_out = sorted({*old, *new} - {*metrics})
+        if left_out:
+            text += f" (without {', '.join(left_out)})"
+        if self.until < math.inf:
+            text += f" up to update {self.until}, where the recorded run ended"
+        for prefix, keys in self.step_keys.items():
+            text += (
+                f", with {prefix} only at the steps that both runs logged, since "
+                f"{' and '.join(keys)} differed"
+            )
+        return text
+
+
 def compare(
     old: History,
     new: History,
     precision: str,
     *,
     examples: Mapping[str, int] = MappingProxyType({}),
-    same_cut: bool = True,
-    until: float = math.inf,
-    changed: Collection[str] = (),
-    ends: Collection[int] = (),
+    scope: Scope = Scope(),
 ) -> Agreement:
-    """Compare all points of a recorded run and its rerun.
-
-    A metric that only the rerun has is left out.
+    """Compare the points of a recorded run and its rerun.
 
     Args:
         old: the history of the recorded run.
@@ -107,34 +181,12 @@ def compare(
         precision: the coarser precision of the two runs, a key of
             `rounding.BY_PRECISION`.
         examples: the number of examples by split, without splits of unknown size.
-        same_cut: whether both runs have equal numbers of micro-batches and replicas.
-            Otherwise, metrics that depend on these numbers are left out.
-        until: the last update to compare; infinity if the recorded run finished.
-        changed: metrics whose computation has changed since the recorded run. They are
-            left out.
-        ends: updates at which the recorded run had reached its horizon, before it was
-            resumed with a longer one. An evaluation after one of these updates is left
-            out if the rerun has none there.
+        scope: what is compared.
     """
-    compared = [
-        metric
-        for metric in old
-        if metric not in changed and (same_cut or not _follows_from_cut(metric))
-    ]
-    points = []
-    for point in _points(old, new, compared, until):
-        is_evaluation = not point.metric.startswith("train/")
-        if not (is_evaluation and point.new is None and point.step in ends):
-            points.append(point)
-
-    scope = f"{count(len(points), 'point')} of {count(len(compared), 'metric')}"
-    left_out = sorted({*old, *new} - {*compared})
-    if left_out:
-        scope += f" (without {', '.join(left_out)})"
-    if until < math.inf:
-        scope += f" up to update {until}, where the recorded run ended"
+    points = scope.points(old, new)
+    compared = f"{count(len(points), 'point')} of {scope.text(old, new)}"
     if precision == TF32:
-        scope += ", with the bounds of TF32"
+        compared += ", with the bounds of TF32"
 
     differing = [point for point in points if point.relative_difference > 0]
     batch_sizes = old.get("train/effective_batch_size", {})
@@ -148,16 +200,18 @@ def compare(
             beyond_rounding.append(point)
 
     if not points:
-        return Agreement(NO_POINTS, f"{NO_POINTS}: {scope}")
+        return Agreement(NO_POINTS, f"{NO_POINTS}: {compared}")
     if not differing:
-        return Agreement(BIT_EQUAL, f"{BIT_EQUAL}: {scope}")
+        return Agreement(BIT_EQUAL, f"{BIT_EQUAL}: {compared}")
     if not beyond_rounding:
         text = (
-            f"{WITHIN_ROUNDING}: {scope}; the first difference: {differing[0]}; "
+            f"{WITHIN_ROUNDING}: {compared}; the first difference: {differing[0]}; "
             f"the largest difference: {_largest(differing)}"
         )
         return Agreement(WITHIN_ROUNDING, text)
-    return Agreement(DIFFERENT, _text_of_difference(differing, beyond_rounding, scope))
+    return Agreement(
+        DIFFERENT, _text_of_difference(differing, beyond_rounding, compared)
+    )
 
 
 def compare_runs(
@@ -190,15 +244,19 @@ def compare_runs(
     precisions = {run.data.params.get("hardware.precision") for run in (old, new)}
     if in_tf32:
         precisions.add(TF32)
+    scope = Scope(
+        same_cut=_have_same_cut(old, new, segments),
+        until=_last_update(old, old_history),
+        changed=metric_names.changed_since(schema),
+        ends=[horizon.after for horizon in horizons.of_tags(old.data.tags)],
+        step_keys=_different_step_keys(old, new, segments),
+    )
     agreement = compare(
         old_history,
         new_history,
         rounding.coarsest(precisions),
         examples=examples,
-        same_cut=_have_same_cut(old, new, segments),
-        until=_last_update(old, old_history),
-        changed=metric_names.changed_since(schema),
-        ends=[horizon.after for horizon in horizons.of_tags(old.data.tags)],
+        scope=scope,
     )
 
     title = f"{old.info.run_id} and its rerun {new.info.run_id}"
@@ -276,34 +334,18 @@ def _shown(value: float | None) -> str:
     return repr(value)
 
 
-def _points(
-    old: History, new: History, metrics: Iterable[str], until: float
-) -> list[Point]:
-    """Return the points of `metrics` up to the update `until`, the earliest first."""
-    points = []
-    for metric in metrics:
-        old_values = old[metric]
-        new_values = new.get(metric, {})
-        for step in {*old_values, *new_values}:
-            if step <= until:
-                old_value = old_values.get(step)
-                new_value = new_values.get(step)
-                points.append(Point(metric, step, old_value, new_value))
-    return sorted(points, key=_order)
-
-
 def _order(point: Point) -> tuple[int, bool, str]:
     """Return the sort key of a point: by step, the training loss first."""
     return point.step, point.metric != "train/loss", point.metric
 
 
 def _text_of_difference(
-    differing: list[Point], beyond_rounding: list[Point], scope: str
+    differing: list[Point], beyond_rounding: list[Point], compared: str
 ) -> str:
     """Return the message for two runs that differ by more than rounding.
 
     It names the first and the largest such difference, an earlier difference within
-    rounding if there is one, and the scope of the comparison.
+    rounding if there is one, and what was compared.
     """
     first = beyond_rounding[0]
     within = ""
@@ -311,7 +353,7 @@ def _text_of_difference(
         within = f"; the first difference within rounding: {differing[0]}"
     return (
         f"{DIFFERENT} from update {first.step} on: {first}; "
-        f"the largest difference: {_largest(beyond_rounding)}{within}; {scope}"
+        f"the largest difference: {_largest(beyond_rounding)}{within}; {compared}"
     )
 
 
@@ -392,6 +434,34 @@ def _have_same_cut(old: Any, new: Any, segments: Iterable[Mapping[str, Any]]) ->
             # Older versions lack an entry that was None in each of their runs.
             cuts.append({name: size for name, size in cut.items() if size is not None})
     return all(cut == cuts[0] for cut in cuts)
+
+
+def _different_step_keys(
+    old: Any, new: Any, segments: Iterable[Mapping[str, Any]]
+) -> dict[str, list[str]]:
+    """Return the keys by which two runs logged metrics at different steps.
+
+    They are the keys in `_STEP_KEYS` whose values differ between the runs, or between
+    the segments of a run.
+
+    Returns:
+        The keys by the prefix of these metrics, without prefixes that have no such key.
+    """
+    resumed_with: set[str] = set()
+    for segment in segments:
+        resumed_with.update(segment.get("settings") or {})
+
+    different = {}
+    for prefix, keys in _STEP_KEYS.items():
+        unequal_keys = []
+        for key in keys:
+            # An older version may lack a key: the rerun then uses the same value.
+            values = [run.data.params.get(key) for run in (old, new)]
+            if key in resumed_with or (None not in values and values[0] != values[1]):
+                unequal_keys.append(key)
+        if unequal_keys:
+            different[prefix] = unequal_keys
+    return different
 
 
 def _last_update(run: Any, history: History) -> float:

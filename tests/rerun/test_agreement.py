@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.common import rounding
 from pipeline.rerun import agreement
+from pipeline.rerun.agreement import Scope
 
 EXACT = Path(__file__).parents[2] / "docs" / "exact.md"
 NAN = math.nan
@@ -156,7 +157,7 @@ def test_a_metric_that_only_the_new_run_has_is_left_out_and_named():
 def test_an_interrupted_run_is_compared_as_far_as_it_came():
     old = history(train_loss={1: 1.0, 2: 1.0})
     new = history(train_loss={1: 1.0, 2: 1.0, 3: 1.0}, val_loss={3: 1.0})
-    outcome = agreement.compare(old, new, "float32", until=2)
+    outcome = agreement.compare(old, new, "float32", scope=Scope(until=2))
     assert outcome.verdict == "bit-equal"
     assert "up to update 2, where the recorded run ended" in outcome.text
 
@@ -172,7 +173,7 @@ def test_what_depends_on_how_a_batch_is_cut_is_compared_where_it_was_cut_alike()
         train_micro_steps={1: 2},
         train_gradient_noise_scale={1: 8.0},
     )
-    assert verdict_of(old, new, same_cut=False) == "bit-equal"
+    assert verdict_of(old, new, scope=Scope(same_cut=False)) == "bit-equal"
     assert verdict_of(old, new) == "different"
 
 
@@ -192,6 +193,64 @@ def test_a_run_that_was_resumed_with_another_cut_was_cut_differently():
     for segments in ([], [first, same]):
         outcome, _ = agreement.compare_runs(client, old, new, {}, segments=segments)
         assert outcome.verdict == "different"
+
+
+def test_runs_of_unequal_log_every_are_compared_at_the_steps_of_both():
+    then = history(train_loss={2: 1.0, 4: 1.0}, val_loss={4: 1.0})
+    now = history(train_loss={1: 9.0, 2: 1.0, 3: 9.0, 4: 1.0}, val_loss={4: 1.0})
+    client = StoredRuns()
+    old = client.add("old", then, tracking__log_every="2")
+    new = client.add("new", now, tracking__log_every="1")
+    for first, second in ((old, new), (new, old)):
+        outcome, _ = agreement.compare_runs(client, first, second, {})
+        assert outcome.text == (
+            "bit-equal: 3 points of 2 metrics, with train/ only at the steps that both "
+            "runs logged, since tracking.log_every differed"
+        )
+    now["train/loss"][4] = 2.0
+    outcome, _ = agreement.compare_runs(client, old, new, {})
+    assert outcome.text.startswith("different from update 4 on: ")
+
+    # An evaluation that is missing, and a metric that the rerun does not have at all.
+    for missing in ("train/loss", "val/loss"):
+        client.histories["new"] = {**then, missing: {}}
+        outcome, _ = agreement.compare_runs(client, old, new, {})
+        assert f": {missing} at update" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("params", "settings"),
+    [
+        ({"training__evaluate_every": "epoch"}, {}),
+        ({"training__evaluate_at_start": "true"}, {}),
+        ({}, {"training.evaluate_every": 3}),  # of a segment of one of the runs
+    ],
+)
+def test_runs_of_other_evaluations_are_compared_at_the_steps_of_both(params, settings):
+    same = {"training__evaluate_every": "2", "training__evaluate_at_start": "false"}
+    client = StoredRuns()
+    then = history(train_loss={1: 1.0, 2: 1.0}, val_loss={2: 1.0, 4: 1.0})
+    now = history(train_loss={1: 1.0, 2: 1.0}, val_loss={0: 9.0, 3: 9.0, 4: 1.0})
+    old = client.add("old", then, **same)
+    new = client.add("new", now, **same | params)
+    segments = [{"after": 2, "settings": settings}]
+    outcome, _ = agreement.compare_runs(client, old, new, {}, segments=segments)
+    (key,) = settings or [name.replace("__", ".") for name in params]
+    assert outcome.text == (
+        "bit-equal: 3 points of 2 metrics, with val/ only at the steps that both runs "
+        f"logged, since {key} differed"
+    )
+
+    del now["train/loss"][2]
+    outcome, _ = agreement.compare_runs(client, old, new, {}, segments=segments)
+    assert outcome.verdict == "different"
+
+
+def test_the_last_row_before_a_longer_horizon_may_be_absent():
+    old = history(train_loss={2: 1.0, 3: 1.0, 4: 1.0})
+    new = history(train_loss={2: 1.0, 4: 1.0})
+    assert verdict_of(old, new, scope=Scope(ends=[3])) == "bit-equal"
+    assert verdict_of(old, new) == verdict_of(new, old, scope=Scope(ends=[3]))
 
 
 # Accuracies over 128 examples, and the verdict on the second one.
@@ -285,7 +344,7 @@ def test_a_share_is_known_in_float32(examples):
 def test_runs_without_common_points_have_nothing_to_compare():
     new = history(train_loss={1: 1.0})
     for old in ({}, history(train_loss={})):
-        outcome = agreement.compare(old, new, "float32", until=0)
+        outcome = agreement.compare(old, new, "float32", scope=Scope(until=0))
         assert outcome.text.startswith("nothing to compare: 0 points of ")
 
 
