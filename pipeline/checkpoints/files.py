@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import threading
@@ -461,7 +460,6 @@ def _link(source: str, target: str) -> None:
 
 def newest(
     folder: Path,
-    most: float = math.inf,
     is_usable: Callable[[Checkpoint], bool] = lambda _: True,
 ) -> Checkpoint | None:
     """Return the latest intact and usable checkpoint in `folder`, or None.
@@ -469,15 +467,12 @@ def newest(
     Args:
         folder: the folder with the checkpoints. For each damaged checkpoint that is
             skipped, a message is printed.
-        most: the maximum number of completed updates.
         is_usable: returns whether to accept an intact checkpoint.
 
     Raises:
         ConfigError: a checkpoint has another format.
     """
     for update in reversed(saved_updates(folder)):
-        if update > most:
-            continue
         path = folder / str(update)
         try:
             checkpoint = _verified(path, update)
@@ -491,7 +486,6 @@ def newest(
 
 def newest_of_run(
     folder: Path,
-    most: float = math.inf,
     is_usable: Callable[[Checkpoint], bool] = lambda _: True,
 ) -> Checkpoint | None:
     """Return the checkpoint from which a run is resumed, or None.
@@ -499,9 +493,9 @@ def newest_of_run(
     It is the newest one that is intact and usable. If there is none, it is that of the
     best evaluation, which is just as complete. For the arguments, see `newest`.
     """
-    checkpoint = newest(folder, most, is_usable)
+    checkpoint = newest(folder, is_usable)
     if checkpoint is None:
-        checkpoint = newest(folder / BEST, most, is_usable)
+        checkpoint = newest(folder / BEST, is_usable)
         if checkpoint is not None:
             say(f"the checkpoint of the best evaluation is used: {checkpoint.folder}")
     return checkpoint

@@ -248,14 +248,13 @@ def _continuation(
             return Continuation(run_dir, key, spec, past, None, finished=True)
 
     # Use a checkpoint from before the first lost row, so that the updates with lost
-    # rows are trained again. Since only multiples of `log_every` have rows, the
-    # checkpoint may be up to `log_every - 1` updates after the last row.
-    most = max(past.updates, default=0) + spec.config.tracking.log_every - 1
+    # rows are trained again.
     latest = files.newest_of_run(
-        run_dir / "checkpoints", most, lambda checkpoint: _has_rows(past, checkpoint)
+        run_dir / "checkpoints",
+        is_usable=lambda checkpoint: _has_rows(past, spec, checkpoint),
     )
     if required and latest is None:
-        raise _no_checkpoint(run_dir, key, past, most)
+        raise _no_checkpoint(run_dir, key, past)
     if recorded is not None:
         _check_rows_stay_true(recorded, spec, past, latest, run_dir, key)
     return Continuation(run_dir, key, spec, past, latest, lines, settings)
@@ -302,20 +301,27 @@ def _check_rows_stay_true(
     raise ConfigError(key, rule, horizon)
 
 
-def _has_rows(past: Past, checkpoint: Checkpoint) -> bool:
+def _has_rows(past: Past, spec: RunSpec, checkpoint: Checkpoint) -> bool:
     """Return whether the journal has all rows from before a checkpoint.
 
     If rows are missing, print a message.
     """
     position = checkpoint.meta.journal
-    # Accept a checkpoint of an older version, which has no position.
-    if position is None or position in past.positions:
-        return True
-    say(
-        f"the checkpoint {checkpoint.folder} is not used: {JOURNAL_NAME} does not have "
-        "all rows from before it"
-    )
-    return False
+    if position is not None:
+        has_rows = position in past.positions
+    else:
+        # A checkpoint of an older version has no position. Since only multiples of
+        # `log_every` have rows, it may be up to `log_every - 1` updates after the last
+        # row.
+        last_row = max(past.updates, default=0)
+        most = last_row + spec.config.tracking.log_every - 1
+        has_rows = checkpoint.updates_done <= most
+    if not has_rows:
+        say(
+            f"the checkpoint {checkpoint.folder} is not used: {JOURNAL_NAME} does not "
+            "have all rows from before it"
+        )
+    return has_rows
 
 
 def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
@@ -324,14 +330,13 @@ def _has_other_horizon(recorded: Mapping[str, Any], spec: RunSpec) -> bool:
     return any(before.get(unit) != now[unit] for unit in HORIZONS)
 
 
-def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigError:
+def _no_checkpoint(run_dir: Path, key: str, past: Past) -> ConfigError:
     """Return the error for a run without a usable checkpoint.
 
     Args:
         run_dir: the run's directory.
         key: the argument or config key that names the run.
         past: the state of the run according to its journal.
-        most: the maximum number of updates in a usable checkpoint.
     """
     existing = files.are_in(run_dir / "checkpoints")
     command = resume_command(run_dir, from_start=True)
@@ -341,10 +346,7 @@ def _no_checkpoint(run_dir: Path, key: str, past: Past, most: int) -> ConfigErro
     if not existing:
         rule = f"must have a checkpoint; to train the run from the start: {command}"
         return ConfigError(key, rule, str(run_dir))
-    rule = (
-        f"must have an intact checkpoint after at most {count(most, 'update')}, since "
-        f"{JOURNAL_NAME} has no later rows"
-    )
+    rule = f"must have an intact checkpoint with all of its rows in {JOURNAL_NAME}"
     if past.damage:
         rule += f" ({past.damage})"
     rule += f"; to train the run from the start: {command}"

@@ -22,6 +22,7 @@ from pipeline.config.resolve import resolve
 from pipeline.tracking import journal_file, provenance
 from pipeline.tracking.journal_file import Past
 from pipeline.tracking.journal_lines import RunStart
+from tests.checkpoints.test_files import PLAN, saved, small
 from tests.parameters import mostly_slow
 from tests.running import Store, one_process, pipeline
 
@@ -365,6 +366,69 @@ def test_a_run_that_goes_on_keeps_its_own_store_unless_another_is_named(monkeypa
     assert resumed("http://me:***@host") == "http://exported:80"
 
 
+START = {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}
+
+
+# In all of them, the checkpoint is further from the last row than the current
+# `log_every` allows a run from update 0.
+@pytest.mark.parametrize(
+    ("tags", "rows", "log_every"),
+    [
+        ({"start.update": "25"}, [], 20),  # a fork that has no row yet
+        ({}, [10, 20, 30], 1),  # as written with log_every=10
+        ({}, [10, 20, 30], 10),  # the same one, resumed as it was
+    ],
+)
+def test_what_the_journal_has_of_a_checkpoint_is_not_guessed_from_log_every(
+    tmp_path, tags, rows, log_every
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = journal_file.create(run / journal_file.JOURNAL_NAME)
+    writer.write({"start": {**START, "tags": {**START["tags"], **tags}}})
+    for update in rows:
+        writer.write({"step": update, "metrics": {"train/loss": 1.0}})
+    written = writer.position
+    journal = SimpleNamespace(position=lambda: written, sync=writer.sync)
+    with files.Checkpoints(run / "checkpoints", 1, PLAN, journal=journal) as saving:
+        saving.save(35, lambda: small(35))
+    writer.close()
+
+    spec = resolve(compose.composed([f"tracking.log_every={log_every}"]), [])
+    continuation = resume_rules.find_continuation(run, spec, required=True)
+    continuation.past.close()
+    assert continuation.updates_done == 35
+
+    # Without its last line, the journal lacks a row of the checkpoint.
+    path = run / journal_file.JOURNAL_NAME
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + b"{\n")
+    rule = "RUN must have a journal of format 1"
+    if rows:
+        rule = (
+            "RUN must have an intact checkpoint with all of its rows in journal.jsonl "
+            f"(line {len(lines)} is not as it was written)"
+        )
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        resume_rules.find_continuation(run, spec, required=True, key="RUN")
+
+
+def test_a_checkpoint_without_a_position_is_at_most_log_every_after_a_row(tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    writer = journal_file.create(run / journal_file.JOURNAL_NAME)
+    writer.write({"start": START})
+    writer.write({"step": 10, "metrics": {"train/loss": 1.0}})
+    writer.close()
+    saved(run / "checkpoints", 14, 19, 20, keep=3)
+
+    for log_every, updates_done in ((10, 19), (5, 14)):
+        spec = resolve(compose.composed([f"tracking.log_every={log_every}"]), [])
+        continuation = resume_rules.find_continuation(run, spec, required=True)
+        continuation.past.close()
+        assert continuation.updates_done == updates_done
+
+
 @pytest.mark.slow
 def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
     folder = folder_of(tmp_path)
@@ -410,8 +474,8 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "": "RUN must be given: see pipeline resume --help.",
         "none training.updates=50": "RUN must have a checkpoint from which to "
         "train to a longer horizon.",
-        "torn": "RUN must have an intact checkpoint after at most 2 updates, since "
-        "journal.jsonl has no later rows (line ",
+        "torn": "RUN must have an intact checkpoint with all of its rows in "
+        "journal.jsonl (line ",
         # The user names the run directory by an argument, also with `auto`.
         "run training.resume=auto training.updates=5": "RUN must be resumed with its "
         "own horizon, since ",
@@ -461,11 +525,10 @@ CONFIGS = {
 
 
 def test_a_damaged_config_is_rejected_by_its_line(tmp_path):
-    start = {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}
     for name, (content, _) in CONFIGS.items():
         (tmp_path / name).mkdir()
         writer = journal_file.create(tmp_path / name / journal_file.JOURNAL_NAME)
-        writer.write({"start": start})
+        writer.write({"start": START})
         writer.close()
         (tmp_path / name / "config.yaml").write_bytes(content)
 
