@@ -88,9 +88,19 @@ def treatment_of(metric: str) -> UpdateMetric:
     name = metric.split("/")[-1]
     if name in UPDATE_METRICS:
         return UPDATE_METRICS[name]
-    if name.endswith("_loss"):  # the loss of an output
+    if is_loss(name):
         return UPDATE_METRICS["loss"]
     return USERS
+
+
+def is_loss(metric: str) -> bool:
+    """Return whether a metric, named with or without its split, counts as a loss.
+
+    The loss of an output is called `<output>_loss`. So any metric whose name ends in
+    `_loss` counts as one.
+    """
+    name = metric.split("/")[-1]
+    return name == "loss" or name.endswith("_loss")
 
 
 def changed_since(schema: int) -> list[str]:

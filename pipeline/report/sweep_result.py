@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.config.metric_names import UPDATE_METRICS
+from pipeline.config.metric_names import UPDATE_METRICS, is_loss
 from pipeline.report import metric_direction, statistics
 from pipeline.report.job_results import (
     LOSS,
@@ -202,21 +202,20 @@ class SweepResult:
 
     @property
     def quality(self) -> str | None:
-        """The metric that ranks the jobs, or None if there are no metrics.
+        """The metric that ranks the jobs, or None if there is none.
 
         It is `keeps_best_by`, unless that is None. Otherwise, it is the first metric
-        that is not a loss. If all are losses, it is the validation loss, or else the
-        last one in `metrics`.
+        that is not a loss; see `is_loss`. If all are losses, it is the validation loss,
+        or else the training loss. The loss of a single output never ranks the jobs.
         """
         if self.keeps_best_by is not None:
             return self.keeps_best_by
         for metric in self.metrics:
-            if not metric.endswith("/loss"):
+            if not is_loss(metric):
                 return metric
-        if VALIDATION_LOSS in self.metrics:
-            return VALIDATION_LOSS
-        if self.metrics:
-            return self.metrics[-1]
+        for metric in (VALIDATION_LOSS, LOSS):
+            if metric in self.metrics:
+                return metric
         return None
 
     @cached_property

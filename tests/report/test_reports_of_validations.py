@@ -59,6 +59,20 @@ def test_losses_alone_are_ranked_by_that_of_the_own_split():
     assert only_losses.quality == "val/loss"
 
 
+def test_the_loss_of_one_output_never_ranks():
+    outputs = ("val/age_loss", "val/late/age_loss", "val/sex_loss")
+    assert synthetic.swept([with_metrics(*outputs)]).quality == "val/loss"
+    with_accuracy = with_metrics(*outputs, "val/sex_accuracy")
+    assert synthetic.swept([with_accuracy]).quality == "val/sex_accuracy"
+
+    # Without an evaluation, too.
+    trained = with_metrics("train/age_loss", "train/sex_loss")
+    curves = dict(trained.curves)
+    del curves["val/loss"]
+    not_evaluated = replace(trained, curves=curves)
+    assert synthetic.swept([not_evaluated]).quality == "train/loss"
+
+
 def test_the_metric_of_keep_best_ranks_if_all_jobs_that_ran_have_it():
     by_loss = {
         "training.keep_best.metric": "val/loss",
