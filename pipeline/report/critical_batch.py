@@ -12,7 +12,12 @@ from pipeline.config.stages import STAGES
 from pipeline.report import statistics
 from pipeline.report.findings import Result, SweepFinding
 from pipeline.report.html_page import Plot, axis, trace
-from pipeline.report.job_results import LOSS, JobResult, grouped
+from pipeline.report.job_results import (
+    EFFECTIVE_BATCH_SIZE,
+    LOSS,
+    JobResult,
+    grouped,
+)
 from pipeline.report.noise_scale import (
     BY_TOKENS,
     UNMEASURED,
@@ -30,7 +35,6 @@ TOLERANCE = 0.01
 HALF_LIFE = 0.5
 DRAWS = 2000  # number of bootstrap samples
 
-_SIZE = "train/effective_batch_size"
 # The error that ends a run whose loss or gradient is not finite, as in its tag
 # `failure`; see `pipeline.training.recorder`.
 _NON_FINITE = "NonFiniteError"
@@ -293,7 +297,7 @@ def _branch(job: JobResult) -> Branch | None:
     if not job.finished:
         return None
     losses = job.curves.get(LOSS)
-    sizes = job.curves.get(_SIZE)
+    sizes = job.curves.get(EFFECTIVE_BATCH_SIZE)
     if losses is None or sizes is None:
         return None
     if not np.array_equal(losses.steps, sizes.steps):

@@ -237,14 +237,14 @@ def losses_at_budget(
 
     A loss is interpolated linearly between two points of its curve. A setting is left
     out if it has no finite loss at the budget for some seed, for example because the
-    first point of a job comes later.
+    first point of a job comes later. The budget of a fork begins at its checkpoint.
     """
     losses_at: dict[str, tuple[Any, Any]] = {}
     for job in jobs:
         curve = sweep.smooth(job, metric)
         if curve is None:
             continue
-        x = job.along(axis, curve.steps)
+        x = job.spent(axis, curve.steps)
         known = np.isfinite(x)
         if known.any():
             losses_at[job.name] = (x[known], curve.values[known])

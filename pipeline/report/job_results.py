@@ -30,7 +30,10 @@ UPDATE_SECONDS = "perf/update_seconds"
 EXAMPLES_PER_SECOND = "perf/examples_per_second"
 PEAK_MEMORY = "perf/peak_memory_bytes"
 EXAMPLES_SEEN = "train/examples_seen"
+EFFECTIVE_BATCH_SIZE = "train/effective_batch_size"
 
+# The tag of a fork: the update of the checkpoint from which it starts.
+FORKED_AFTER = "start.update"
 NO_RUN = "NO RUN"  # status of a planned job without a run
 SIZES = {
     "factor",
@@ -194,8 +197,42 @@ class JobResult:
         return names
 
     @cached_property
+    def updates_before(self) -> int:
+        """The number of updates that the job's counters include but it did not run.
+
+        A fork goes on counting from the update of its checkpoint. With the weights
+        alone, or those of a registered model, it counts from 0, as other jobs do.
+        """
+        if self.params.get("start.weights_only", "").lower() == "true":
+            return 0
+        if self.params.get("start.run", "").startswith("models:/"):
+            return 0
+        update = self.tags.get(FORKED_AFTER, "")
+        if not update.isdecimal():
+            return 0
+        return int(update)
+
+    @cached_property
+    def examples_before(self) -> float:
+        """The value of `train/examples_seen` before the job's own first update.
+
+        It is not logged. Updates up to the first logged one are assumed to have had as
+        many examples as that one. If these are unknown, the result is the first logged
+        value; it is 0 for a job that is not a fork.
+        """
+        seen = self.curves.get(EXAMPLES_SEEN)
+        if seen is None or not self.updates_before:
+            return 0.0
+        batch = float(self.effective_batch_size or 0)
+        batches = self.curves.get(EFFECTIVE_BATCH_SIZE)
+        if batches is not None:
+            batch = float(batches.values[0])
+        own_updates = seen.steps[0] - self.updates_before
+        return max(float(seen.values[0] - own_updates * batch), 0.0)
+
+    @cached_property
     def seconds(self) -> Curve | None:
-        """The cumulative time spent in updates.
+        """The cumulative time spent in the job's own updates.
 
         The time excludes evaluation, checkpoints and start-up. The first update
         includes tracing, so the median time of the later updates is used for it. The
@@ -204,36 +241,52 @@ class JobResult:
         curve = self.curves.get(UPDATE_SECONDS)
         if curve is None:
             return None
-        is_first = curve.steps == 1
+        is_first = curve.steps == self.updates_before + 1
         update_seconds = np.where(is_first, self.typical(UPDATE_SECONDS), curve.values)
         # An update that was not logged is assumed to have taken as long as the next
         # logged one.
-        updates = np.diff(curve.steps, prepend=0)
+        updates = np.diff(curve.steps, prepend=self.updates_before)
         return Curve(curve.steps, np.cumsum(update_seconds * updates))
 
     def along(self, axis: str, steps: NDArray[np.int64]) -> Array:
         """Convert `steps` to an axis of `AXES`.
 
-        The result is NaN after the last logged step of the axis, and everywhere if the
-        axis was not logged. The axis `updates` is always known.
+        Updates and examples are counted as they were logged. So those of a fork include
+        what precedes it; see `spent`. The result is NaN after the last logged step of
+        the axis, and everywhere if the axis was not logged. The axis `updates` is
+        always known.
         """
         if axis == "updates":
             return steps.astype(float)
         if axis == "seconds":
             curve = self.seconds
+            first_value = 0.0
         else:
             curve = self.curves.get(EXAMPLES_SEEN)
+            first_value = self.examples_before
         if curve is None:
             return np.full(len(steps), np.nan)
-        logged_steps = np.append(0, curve.steps)
-        logged_values = np.append(0.0, curve.values)
+        logged_steps = np.append(self.updates_before, curve.steps)
+        logged_values = np.append(first_value, curve.values)
         converted = np.interp(steps, logged_steps, logged_values, right=np.nan)
         return np.asarray(converted, float)
 
+    def spent(self, axis: str, steps: NDArray[np.int64]) -> Array:
+        """Return what the job itself has spent until `steps`, in units of an axis.
+
+        It is `along`, without the updates and the examples before a fork.
+        """
+        x = self.along(axis, steps)
+        if axis == "updates":
+            return x - self.updates_before
+        if axis == "examples":
+            return x - self.examples_before
+        return x
+
     @property
     def horizon(self) -> float:
-        """The number of examples seen at the end, or NaN if not logged."""
-        return self.last(EXAMPLES_SEEN)
+        """The number of examples that the job itself saw, or NaN if not logged."""
+        return self.last(EXAMPLES_SEEN) - self.examples_before
 
     @property
     def peak_rate(self) -> float:
@@ -253,13 +306,13 @@ class JobResult:
     def typical(self, metric: str) -> float:
         """Return the median of the metric, or NaN if it was not logged.
 
-        The first update is left out unless it is the only one, since it includes
+        The job's first update is left out unless it is the only one, since it includes
         tracing.
         """
         curve = self.curves.get(metric)
         if curve is None:
             return math.nan
-        later = curve.values[curve.steps > 1]
+        later = curve.values[curve.steps > self.updates_before + 1]
         if later.size:
             return float(np.median(later))
         return float(np.median(curve.values))

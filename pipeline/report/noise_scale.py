@@ -67,7 +67,8 @@ def noise_scale(job: JobResult, sweep: SweepResult) -> float:
     updates_to_target = sweep.cost(job, "updates")
     if not math.isnan(updates_to_target):
         # Include the next update, since the target is reached between two updates.
-        values = values[curve.steps <= updates_to_target + 1]
+        last_step = job.updates_before + updates_to_target + 1
+        values = values[curve.steps <= last_step]
     values = values[np.isfinite(values) & (values > 0)]
     if not values.size:
         return math.nan

@@ -12,6 +12,7 @@ import numpy as np
 from pipeline.config.metric_names import UPDATE_METRICS, is_loss
 from pipeline.report import metric_direction, statistics
 from pipeline.report.job_results import (
+    FORKED_AFTER,
     LOSS,
     NO_RUN,
     SIZES,
@@ -95,7 +96,7 @@ class SweepResult:
         """Whether the jobs are the branches of `pipeline critical`."""
         if self.name != CRITICAL:
             return False
-        return any("start.update" in job.tags for job in self.jobs)
+        return any(FORKED_AFTER in job.tags for job in self.jobs)
 
     @property
     def groups(self) -> dict[str, list[JobResult]]:
@@ -267,7 +268,8 @@ class SweepResult:
     def horizon(self, group: str) -> float:
         """Return the mean number of examples seen by the comparable jobs of a group.
 
-        See `comparable_jobs`. The mean is NaN if no number was logged.
+        See `comparable_jobs`. A fork counts from its checkpoint. The mean is NaN if no
+        number was logged.
         """
         jobs = comparable_jobs(self.groups[group])
         spread = statistics.spread([job.horizon for job in jobs])
@@ -297,7 +299,7 @@ class SweepResult:
         curve = job.curves.get(metric)
         if curve is None or not metric.startswith("train/"):
             return curve
-        examples = job.along("examples", curve.steps)
+        examples = job.spent("examples", curve.steps)
         if not np.isfinite(examples).all():
             return curve
         means = statistics.trailing_mean(examples, curve.values, self.window)
@@ -313,8 +315,8 @@ class SweepResult:
     def cost(self, job: JobResult, axis: str) -> float:
         """Return the job's cost of reaching the target, or NaN if it did not reach it.
 
-        The cost is in the unit of `axis`, one of `AXES`. It is an upper bound if the
-        first point of the job already met the target.
+        See `TargetLoss.costs`. The cost is in the unit of `axis`, one of `AXES`. It is
+        an upper bound if the first point of the job already met the target.
         """
         if self.target is None:
             return math.nan
@@ -355,22 +357,28 @@ class SweepResult:
         loss, or None if no judged job logged a training loss.
         """
         for metric, fewest_points in ((VALIDATION_LOSS, EVALUATIONS), (LOSS, 0)):
-            curves = self._smooth_curves(self._judged_jobs, metric)
-            if not curves:
-                continue
-            # An evaluation before the first update does not show how a run trains.
-            points = [int((curve.steps > 0).sum()) for curve in curves.values()]
-            if min(points) >= fewest_points:
+            points = self._fewest_points(metric)
+            if points is not None and points >= fewest_points:
                 return metric
         return None
 
     @property
     def fewest_evaluations(self) -> int | None:
         """The fewest validation losses of a judged job that logged any, or None."""
-        curves = self._smooth_curves(self._judged_jobs, VALIDATION_LOSS)
-        if not curves:
-            return None
-        return min(int((curve.steps > 0).sum()) for curve in curves.values())
+        return self._fewest_points(VALIDATION_LOSS)
+
+    def _fewest_points(self, metric: str) -> int | None:
+        """Return the fewest points of a judged job that logged the metric, or None.
+
+        An evaluation before the first update does not show how a run trains, so it does
+        not count.
+        """
+        points = []
+        for job in self._judged_jobs:
+            curve = job.curves.get(metric)
+            if curve is not None:
+                points.append(int((curve.steps > job.updates_before).sum()))
+        return min(points, default=None)
 
     @property
     def _judged_jobs(self) -> list[JobResult]:

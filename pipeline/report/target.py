@@ -27,8 +27,8 @@ class TargetLoss:
         judged: the names of the jobs from whose curves the target was chosen.
         all_reach: whether the target was chosen so that all judged jobs reach it.
         costs: the cost of each job that reached the target, by job name and axis of
-            `AXES`, interpolated between two points. A cost is NaN if its axis was not
-            logged.
+            `AXES`, interpolated between two points. The cost of a fork is counted from
+            its checkpoint. A cost is NaN if its axis was not logged.
         at_first: the names of the jobs whose first point, after at least one update,
             already met the target. Their costs are upper bounds, since they may have
             reached the target earlier.
@@ -107,11 +107,11 @@ def choose(
         curve = curves.get(job.name)
         if curve is None or not (curve.values <= value).any():
             continue
-        if curve.values[0] <= value and curve.steps[0] > 0:
+        if curve.values[0] <= value and curve.steps[0] > job.updates_before:
             at_first.append(job.name)
         costs[job.name] = {}
         for axis in AXES:
-            x = job.along(axis, curve.steps)
+            x = job.spent(axis, curve.steps)
             costs[job.name][axis] = statistics.reached(x, curve.values, value)
     return TargetLoss(
         metric=metric,
