@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .batch import Nest, parts_of, share_of, tensors_of
+from .batch import Nest, first_leaf, parts_of, share_of, tensors_of
 from .choices import check_choice
 from .evaluation import Evaluation
 from .forward_effects import (
@@ -335,7 +335,7 @@ class AccumulatingModel(keras.Model):
     def _warn_of_layers(self, data: Nest) -> None:
         """Warn if layers compute something else once a batch is cut."""
         x, _, _ = self._dense(parts_of(data))
-        examples = tf.nest.flatten(x)[0].shape[0]
+        examples = first_leaf(x).shape[0]
         is_one_replica = self._strategy.num_replicas_in_sync == 1
         if is_one_replica and examples is not None and self.micro_batch_tokens is None:
             if examples <= self.micro_batch_size:

@@ -65,6 +65,7 @@ def training_flops(
     """
     parts = parts_of(batch)
     objective = Objective.from_loss(loss)
+    examples = int(examples_in(parts))
 
     @tf.function(autograph=False)
     def gradients() -> list[tf.Tensor]:
@@ -75,7 +76,7 @@ def training_flops(
             )
             minimized = [part.total for part in losses.minimized]
             if objective.over_batch:
-                effective_batch = GatheredBatch(kept(outputs), *parts[1:])
+                effective_batch = GatheredBatch(kept(outputs, examples), *parts[1:])
                 minimized.append(batch_losses(objective, effective_batch).minimized)
             total = tf.add_n([tf.cast(loss, tf.float32) for loss in minimized])
         variables = [variable.value for variable in model.trainable_variables]
@@ -84,7 +85,7 @@ def training_flops(
 
     counter = FlopCounter()
     flops = counter.count_graph(gradients.get_concrete_function().graph)
-    return flops / int(examples_in(parts)), sorted(counter.unknown)
+    return flops / examples, sorted(counter.unknown)
 
 
 class FlopCounter:

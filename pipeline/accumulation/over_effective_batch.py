@@ -97,26 +97,36 @@ def not_supported(model: keras.Model, forward: Forward) -> Iterator[tuple[str, s
         yield rule, ", ".join(moved)
 
 
-def without_examples(outputs: Mapping[str, Nest]) -> Iterator[str]:
+def without_examples(
+    outputs: Mapping[str, Nest], examples: int | None = None
+) -> Iterator[str]:
     """Yield descriptions of outputs that do not have the examples on axis 0.
 
-    Call this while a micro-step is traced: the size of axis 0 is then unknown. Ragged
-    outputs are among the results.
+    Ragged outputs are among the results.
+
+    Args:
+        outputs: the outputs by name.
+        examples: the static number of examples; None if it is unknown, as it is while a
+            micro-step is traced.
     """
     for name, output in outputs.items():
         if not isinstance(output, tf.Tensor):
             yield name or type(output).__name__
-        elif not output.shape.rank or output.shape[0] is not None:
+        elif not output.shape.rank or output.shape[0] != examples:
             yield f"{name or 'an output'} of shape {output.shape}"
 
 
-def kept(outputs: Mapping[str, Nest]) -> Outputs:
+def kept(outputs: Mapping[str, Nest], examples: int | None = None) -> Outputs:
     """Return the outputs of a forward pass with the masks and logits stored on them.
+
+    Args:
+        outputs: the outputs by name.
+        examples: see `without_examples`.
 
     Raises:
         ValueError: an output is not a dense tensor with the examples on axis 0.
     """
-    for received in without_examples(outputs):
+    for received in without_examples(outputs, examples):
         rule = (
             "loss_over must be example for outputs that are not dense tensors with the "
             "examples on axis 0"
