@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.accumulation import NoiseScale
 from pipeline.config import metric_names
-from pipeline.rerun.agreement import compare
+from pipeline.rerun.agreement import Scope, compare
 from tests.parameters import mostly_slow
 
 DIMENSIONS = 10_000
@@ -101,9 +101,9 @@ def test_its_state_comes_back_and_a_former_one_begins_anew():
 def test_a_rerun_leaves_it_out_where_the_record_averaged_otherwise():
     old = {"train/loss": {1: 2.0}, "train/gradient_noise_scale": {1: 9.0}}
     new = {**old, "train/gradient_noise_scale": {1: 90.0}}
-    changed = metric_names.changed_since(2)
-    found = compare(old, new, "float32", changed=changed)
+    scope = Scope(changed=metric_names.changed_since(2))
+    found = compare(old, new, "float32", scope=scope)
     assert found.verdict == "bit-equal"
     assert "(without train/gradient_noise_scale)" in found.text
-    changed = metric_names.changed_since(3)
-    assert compare(old, new, "float32", changed=changed).verdict == "different"
+    scope = Scope(changed=metric_names.changed_since(3))
+    assert compare(old, new, "float32", scope=scope).verdict == "different"
