@@ -465,8 +465,19 @@ def _state_of(callback: Any) -> Any:
     state = {}
     for name in attributes:
         if hasattr(callback, name):
-            state[name] = getattr(callback, name)
+            state[name] = tf.nest.map_structure(_as_array, getattr(callback, name))
     return state
+
+
+def _as_array(value: Any) -> Any:
+    """Return a tensor as an array; other values are returned as they are.
+
+    A Keras callback keeps tensors if it monitors a value that a callback of the user
+    has added to the logs as a tensor.
+    """
+    if isinstance(value, tf.Tensor | tf.Variable | keras.Variable):
+        return keras.ops.convert_to_numpy(value)
+    return value
 
 
 def _restore_callback(

@@ -76,6 +76,19 @@ class Drawing(keras.callbacks.Callback):
         self.moved = state["moved"]
 
 
+class AddingTensor(keras.callbacks.Callback):
+    """Adds a tensor to the logs, as Keras allows."""
+
+    def on_epoch_end(self, epoch, logs):
+        logs["count"] = tf.constant(float(epoch))
+
+    def get_state(self):
+        return {}
+
+    def set_state(self, state):
+        assert state == {}
+
+
 class Patient(keras.callbacks.EarlyStopping):
     """A user's own kind of EarlyStopping."""
 
@@ -128,6 +141,7 @@ def no_callbacks(folder):
 
 def early_callbacks(folder):
     return {
+        "count": AddingTensor(),
         "stop": keras.callbacks.EarlyStopping(
             "val_loss", mode="max", patience=5, restore_best_weights=True
         ),
@@ -143,7 +157,7 @@ def early_callbacks(folder):
         ),
         "history": keras.callbacks.History(),
         "draw": Drawing(),
-        "patient": Patient("val_loss", mode="max", patience=5),
+        "patient": Patient("count", mode="max", patience=5),
     }
 
 

@@ -51,6 +51,9 @@ class Rows:
     def validation(self, update, results) -> None:
         self.validations.append((update, dict(results)))
 
+    def user_metric(self, update, name, value) -> bool:
+        return True
+
     def summary(self, updates, stopped_by, best) -> None:
         best_row = None if best is None else best.row()
         self.end = (updates, stopped_by, best_row)
