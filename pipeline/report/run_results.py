@@ -47,14 +47,14 @@ def from_directory(run_dir: Path) -> JobResult:
     """
     past = Past.read(run_dir, "RUN", running=True)
     values_by_metric: dict[str, dict[int, float]] = {}
-    times: list[int] = []
+    started: int | None = None
     with (
         (run_dir / JOURNAL_NAME).open("rb") as file,
         suppress(FormError),  # The lines before the damage are valid.
     ):
         for line in LineReader(file.fileno()).lines():
-            if line.time is not None:
-                times.append(line.time)
+            if started is None:
+                started = line.time
             if isinstance(line, Row):
                 for metric, value in line.metrics.items():
                     values_by_metric.setdefault(metric, {})[line.step] = value
@@ -72,8 +72,8 @@ def from_directory(run_dir: Path) -> JobResult:
         params=params,
         tags=tags,
         curves=curves,
-        started=min(times, default=None),
-        ended=max(times, default=None),
+        started=started,
+        ended=past.last_time,
         pauses=tuple(past.interruptions),
         **sizes(params),
     )

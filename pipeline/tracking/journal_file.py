@@ -390,7 +390,9 @@ class Past:
             ConfigError: there is no journal of this version, or the run is running and
                 not accepted.
         """
-        descriptor = _opened(run_dir, key)
+        # A lock needs write access, which a read-only disk does not give.
+        flags = os.O_RDONLY if running else os.O_RDWR
+        descriptor = _opened(run_dir, key, flags)
         try:
             if not running:
                 _lock_to_write(descriptor, run_dir, key, seconds)
@@ -520,7 +522,7 @@ class LockedPast(Past):
         Raises:
             ConfigError: there is no journal of this version, or the run is running.
         """
-        descriptor = _opened(run_dir, key)
+        descriptor = _opened(run_dir, key, os.O_RDWR)
         try:
             _lock_to_write(descriptor, run_dir, key)
             past = cls(run_dir / JOURNAL_NAME, descriptor=descriptor)
@@ -542,9 +544,9 @@ class LockedPast(Past):
         os.close(self.descriptor)
 
 
-def _opened(run_dir: Path, key: str) -> int:
+def _opened(run_dir: Path, key: str, flags: int) -> int:
     with as_config_error(key, f"must have a {JOURNAL_NAME}", str(run_dir)):
-        return os.open(run_dir / JOURNAL_NAME, os.O_RDWR | os.O_CLOEXEC)
+        return os.open(run_dir / JOURNAL_NAME, flags | os.O_CLOEXEC)
 
 
 def _lock_to_write(

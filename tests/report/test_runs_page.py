@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +19,20 @@ from pipeline.report import command, curve_plots, job_results, run_results, runs
 from pipeline.report.curve_plots import BINS, extremes
 from pipeline.report.key_differences import DifferingKeys
 from pipeline.tracking import journal_file
-from pipeline.tracking.journal_lines import Created, End, Row, RunIds, RunStart, Start
+from pipeline.tracking.journal_file import LockedPast
+from pipeline.tracking.journal_lines import (
+    Created,
+    End,
+    Evaluated,
+    Row,
+    RunIds,
+    RunStart,
+    Start,
+)
 from pipeline.tracking.journal_summary import ranked_metric
 from tests import running, synthetic
 from tests.browser import window
+from tests.disks import disk
 from tests.synthetic import PlantedSweep
 
 UPDATES = 100_000
@@ -64,6 +75,9 @@ def loss_with_spike() -> np.ndarray:
     losses = 2 + np.random.default_rng(0).uniform(-1, 1, UPDATES)
     losses[SPIKE - 1] = HEIGHT
     return losses
+
+
+EVALUATION = {"name": "test", "checksum": "0" * 64}
 
 
 def journal_in(folder: Path, losses: np.ndarray, **more: str) -> Path:
@@ -304,6 +318,33 @@ def test_rows_before_a_damaged_line_are_there(tmp_path):
     result = run_results.from_directory(folder)
     assert result.curves["train/loss"].values.tolist() == [0, 1, 2]
     assert result.status == "INTERRUPTED"
+
+
+def test_what_is_appended_to_an_ended_run_does_not_prolong_it(tmp_path):
+    folder = journal_in(tmp_path / "run", np.arange(3.0), end="FINISHED")
+    before = run_results.from_directory(folder)
+    assert (before.started, before.ended) == (1, 10_000_000)
+    appended = [
+        Evaluated(3, {"test/loss": 1.0}, time=20_000_000, evaluation=EVALUATION),
+        Created(RunIds("1" * 32), time=30_000_000),
+    ]
+    past = LockedPast.open(folder)
+    writer = past.truncated_writer()
+    for line in appended:
+        writer.write(line.content())
+    writer.close()
+    after = run_results.from_directory(folder)
+    assert after.run_id == "1" * 32
+    assert (after.started, after.ended) == (1, 10_000_000)
+
+
+def test_a_report_reads_a_disk_that_it_may_not_write(tmp_path):
+    with disk(tmp_path / "disk") as mounted:
+        folder = journal_in(mounted / "run", np.arange(3.0))
+        subprocess.run(["mount", "-o", "remount,ro", str(mounted)], check=True)
+        with pytest.raises(OSError, match="Read-only"):
+            (mounted / "file").touch()
+        assert run_results.from_directory(folder).status == "INTERRUPTED"
 
 
 @pytest.mark.slow
