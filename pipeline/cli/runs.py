@@ -109,7 +109,8 @@ def runs(arguments: Sequence[str]) -> int:
                 path in running and each.status is None
             )
             run = _local_run(path, each, stored, is_running)
-            entries.append(Entry(run, each.last, each.start.params))
+            metrics = {**stored.metrics(each), **each.last}
+            entries.append(Entry(run, metrics, each.start.params))
     local_ids = {entry.run.run_id for entry in entries}
     for run_id in stored.newest:
         if run_id not in local_ids and not query.folders:
@@ -382,6 +383,17 @@ class _Stored:
         """Return whether a run of the folder belongs to this store."""
         remember(self.uri)
         return mask(absolute(self.uri)) == mask(summary.store)
+
+    def metrics(self, summary: JournalSummary) -> Mapping[str, float]:
+        """Return the last values that the store has of a run of the folder.
+
+        They include the metrics of the user's own code, which a summary leaves out.
+        """
+        run = self._run(summary)
+        if run is None:
+            return {}
+        metrics: Mapping[str, float] = run.data.metrics
+        return metrics
 
     def shipped(self, summary: JournalSummary) -> _Shipped:
         """Return what the store of an ended run has of it, as far as that is known."""

@@ -301,6 +301,18 @@ def several(tmp_path_factory):
     return folder
 
 
+def test_runs_are_sorted_by_a_metric_of_ones_own(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    for began, (name, value) in enumerate({"high": 3.0, "low": 1.0}.items()):
+        run_id = stored(client, name, 1_000 + began, "FINISHED", steps=4)
+        client.log_metric(run_id, "train/mine_loss", value, step=4)
+        planted(tmp_path, name, 1_000 + began, run_id, "FINISHED")
+    runs = listed(tmp_path, "--sort", "train/mine_loss")
+    assert {name: run["last"] for name, run in runs.items()} == {"low": 1, "high": 3}
+    assert list(runs) == ["low", "high"]
+
+
 @pytest.mark.parametrize(
     ("key", "names"),
     [
