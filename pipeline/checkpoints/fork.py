@@ -350,7 +350,12 @@ def override_to_repeat(spec: RunSpec, tags: Mapping[str, str]) -> str:
 
 
 def _parsed(text: str) -> tuple[str, int | None]:
-    """Return the run and the update that `RUN` or `RUN@UPDATE` names."""
+    """Return the run and the update that `RUN` or `RUN@UPDATE` names.
+
+    The name of a run directory may itself end like `RUN@UPDATE`.
+    """
+    if (Path(text) / JOURNAL_NAME).exists():
+        return text, None
     name, _, digits = text.rpartition("@")
     if name and digits.isascii() and digits.isdecimal():
         return name, int(digits)

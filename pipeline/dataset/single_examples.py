@@ -23,8 +23,8 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
         unbatched: whether its elements are known not to be batches.
 
     Raises:
-        ConfigError: the split is not a dataset of single examples, has sparse tensors,
-            or its number of examples is unknown or 0.
+        ConfigError: the split is not a dataset of single examples, has sparse tensors
+            or tensors of unknown rank, or its number of examples is unknown or 0.
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must return its {split} split as a tf.data.Dataset"
@@ -34,6 +34,12 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
         rule = (
             f"must yield dense or ragged tensors in its {split} split: see "
             "tf.sparse.to_dense"
+        )
+        raise ConfigError(TARGET, rule, str(spec))
+    if any(_has_unknown_rank(leaf) for leaf in _leaves(dataset)):
+        rule = (
+            f"must yield tensors of known rank in its {split} split: see "
+            "tf.ensure_shape"
         )
         raise ConfigError(TARGET, rule, str(spec))
     count = int(dataset.cardinality())
@@ -82,6 +88,11 @@ def check_single_examples(data: Data, model: keras.Model) -> None:
                 f"inputs have the shape of a batch of {model.name}"
             )
             raise ConfigError(TARGET, rule, [str(leaf) for leaf in leaves])
+
+
+def _has_unknown_rank(leaf: Any) -> bool:
+    shape = getattr(leaf, "shape", None)
+    return isinstance(shape, tf.TensorShape) and shape.rank is None
 
 
 def _is_image_of_unknown_size(leaf: Any) -> bool:

@@ -99,11 +99,14 @@ def split_key(parts: "Parts", name: str) -> str:
     """Return the key in `Data.splits` of the split that `--split` names.
 
     Raises:
-        ConfigError: the dataset has no such split.
+        ConfigError: the dataset has no such split, or the split repeats endlessly.
     """
     keys = split_keys(parts)
     if name not in keys:
         raise ConfigError("--split", "must be a split of the dataset", name, list(keys))
+    loader = parts.data.loaders.get(keys[name])
+    if loader is not None and loader.endless:
+        raise ConfigError("--split", "must be a split that does not repeat", name)
     return keys[name]
 
 

@@ -177,7 +177,12 @@ def _offering(run_dir: Path | None) -> Iterator[None]:
 
 
 def _parsed(text: str) -> tuple[str, str]:
-    """Return the run that RUN, RUN@UPDATE or RUN@best names, and the text after `@`."""
+    """Return the run that RUN, RUN@UPDATE or RUN@best names, and the text after `@`.
+
+    The name of a run directory may itself end like this.
+    """
+    if (Path(text) / JOURNAL_NAME).exists():
+        return text, ""
     name, _, selected = text.rpartition("@")
     is_update = selected.isascii() and selected.isdecimal()
     if name and (is_update or selected == BEST):

@@ -476,7 +476,15 @@ def test_a_fork_is_the_run_itself_unless_it_takes_the_weights_alone(straight, tm
 def test_the_cases_have_what_they_are_for(straight):
     """A state that never changes would prove nothing."""
     kept = straight("callbacks").state(7).values["callbacks"]
-    assert set(kept) == {"stop", "reduce", "save", "history", "draw", "patient"}
+    assert set(kept) == {
+        "count",
+        "draw",
+        "history",
+        "patient",
+        "reduce",
+        "save",
+        "stop",
+    }
     assert kept["stop"]["best_weights"]
     assert kept["history"]["history"]
     assert kept["draw"]["drawn"]

@@ -141,6 +141,14 @@ def sparse_inputs():
     return tf.data.Dataset.from_tensor_slices((rows, np.zeros(4))), None
 
 
+def inputs_of_unknown_rank():
+    def doubled(x, y):
+        return tf.numpy_function(lambda x: 2 * x, [x], tf.float64), y
+
+    split = tf.data.Dataset.from_tensor_slices((np.zeros((4, 2)), np.zeros(4)))
+    return split.map(doubled), None
+
+
 def validation_alone():
     return None, tf.data.Dataset.from_tensor_slices((np.zeros(4), np.zeros(4)))
 
@@ -150,6 +158,10 @@ def validation_alone():
     [
         ("weights_without_labels", "must not yield sample weights without labels in"),
         ("sparse_inputs", r"must yield dense or ragged .*: see tf\.sparse\.to_dense"),
+        (
+            "inputs_of_unknown_rank",
+            r"must yield tensors of known rank.*tf\.ensure_shape",
+        ),
         ("validation_alone", "must return a training split. Received: null"),
     ],
 )

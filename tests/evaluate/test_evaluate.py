@@ -11,12 +11,17 @@ import shutil
 import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import tensorflow as tf
 from mlflow.entities import Run
 
+from pipeline.common.errors import ConfigError
+from pipeline.dataset.stream import Loader
+from pipeline.evaluate import command_line
 from pipeline.tracking import journal_file
 from tests.running import Store, one_process, pipeline, start, wait
 from tests.shared import place_store
@@ -131,7 +136,9 @@ def made_wider(made):
         "other data": "evaluate run dataset.flip=true --name flipped",
         "predict": "predict run@best --split test --out whole.parquet",
         "predict again": "predict run@best --split test --out whole.parquet",
+        "named like an update": "evaluate run@3 --no-log",
     }
+    shutil.copytree(made.folder / "run", made.folder / "run@3")
     return replace(made, answers=made.answers | one_process(lines, made.folder))
 
 
@@ -258,6 +265,21 @@ def test_what_is_wrong_is_refused_in_one_line(made, answer, key, rule):
 
 
 @pytest.mark.slow
+def test_the_name_of_a_run_directory_may_look_like_an_update(made_wider):
+    answer = made_wider.answers["named like an update"]
+    assert answer["status"] == 0, answer["err"]
+
+
+def test_a_split_that_does_not_end_is_rejected():
+    endless = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones(4))).repeat()
+    data = SimpleNamespace(
+        splits={"train": endless}, loaders={"train": Loader(endless, "train")}
+    )
+    rule = r"--split must be a split that does not repeat\. Received: 'train'"
+    with pytest.raises(ConfigError, match=rule):
+        command_line.split_key(SimpleNamespace(data=data), "train")
+
+
 def test_a_file_of_predictions_is_not_replaced(made_wider):
     rule = "must be a file that does not exist"
     check_refused(made_wider.answers["predict again"], "--out", rule)
