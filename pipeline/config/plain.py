@@ -23,11 +23,30 @@ SHORT = {
     "noise_scale_every": "noise_every",
 }
 
+# Short forms that have a meaning in reports, with the groups of the config whose keys
+# have this meaning.
+_GROUPS_OF_SHORT = {
+    "seed": ("seed",),
+    "rate": ("optimizer", "schedule", "scaling"),
+    "factor": ("accumulation",),
+    "batch": ("accumulation",),
+    "micro": ("accumulation",),
+    "tokens": ("accumulation",),
+}
+
 
 def short(key: str, value: object) -> str:
-    """Return a setting in the form for names of runs and jobs, such as `rate=0.1`."""
-    last = key.split(".")[-1]
-    return f"{SHORT.get(last, last)}={value}"
+    """Return a setting in the form for names of runs and jobs, such as `rate=0.1`.
+
+    A key keeps its full name if a report would take its short form for another key:
+    `model.rate`, for example, is not a learning rate.
+    """
+    words = key.split(".")
+    name = SHORT.get(words[-1], words[-1])
+    groups = _GROUPS_OF_SHORT.get(name)
+    if groups is not None and words[0] not in groups:
+        name = key
+    return f"{name}={value}"
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import psutil
 import pytest
 from mlflow.entities import Run
 
+from pipeline.report.job_results import JobResult
 from pipeline.sweep.job_names import job_names
 from tests.parameters import mostly_slow
 from tests.running import ROOT, TINY, Store, one_process, pipeline, start, wait
@@ -627,3 +628,22 @@ def test_jobs_are_named_by_what_differs():
         "factor=8 rate=0.1 batch=256",
     ]
     assert job_names([{}, {}], [32, 32], first=4) == ["job #4", "job #5"]
+
+
+def test_a_key_of_the_users_own_is_not_named_like_one_that_reports_read():
+    values = {
+        "model.rate": 0.5,
+        "dataset.seed": 1,
+        "training.callbacks.plateau.factor": 0.3,
+        "seed": 2,
+    }
+    names = job_names([values], [32])
+    assert names == [
+        "model.rate=0.5 dataset.seed=1 training.callbacks.plateau.factor=0.3 seed=2"
+    ]
+    # A report does not take a dropout rate for a learning rate, nor the seed of a
+    # split for the seed of a repetition.
+    job = JobResult(names[0])
+    assert job.setting("rate") is None
+    assert job.setting("factor") is None
+    assert job.recipe == names[0].removesuffix(" seed=2")
