@@ -107,10 +107,11 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
     losses of all branches are averaged over the same examples; see
     `_losses_at_same_examples`.
 
-    The interval is computed by a parametric bootstrap of the smoothed losses (Efron and
-    Tibshirani 1993, section 6.5). It covers the sampling error of the examples, which
-    all branches share, and the spread over seeds. With one seed, the variation between
-    trajectories is unknown, so the interval is too narrow.
+    The interval is computed from draws of the smoothed losses. With several seeds, the
+    losses are drawn from the t distribution that their spread over seeds gives; see
+    `_drawn_from_seeds`. With one seed, they are drawn with the sampling error of the
+    examples (a parametric bootstrap: Efron and Tibshirani 1993, section 6.5). The
+    variation between trajectories is then unknown, so the interval is too narrow.
 
     Args:
         seeds: for each seed, its branches by effective batch.
@@ -132,14 +133,20 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
         smoothed = _losses_at_same_examples(branches, batches)
         losses_by_seed.append(smoothed.losses)
         covariances.append(smoothed.covariance)
-    covariance = np.mean(covariances, axis=0)
-    if len(seeds) > 1:
-        covariance = covariance + np.cov(np.transpose(losses_by_seed))
-    covariance = covariance / len(seeds)
-
     losses = np.mean(losses_by_seed, axis=0)
     rng = np.random.default_rng(0)
-    drawn_losses = rng.multivariate_normal(losses, covariance, DRAWS)
+    if len(seeds) > 1:
+        deviations = np.array(losses_by_seed) - losses
+        drawn_losses = losses + _drawn_from_seeds(rng, deviations)
+        quantile = statistics.student_quantile(len(seeds) - 1, 0.975)
+        spread_over_seeds = np.std(losses_by_seed, axis=0, ddof=1)
+        standard_errors = spread_over_seeds / math.sqrt(len(seeds))
+    else:
+        (covariance,) = covariances
+        drawn_losses = rng.multivariate_normal(losses, covariance, DRAWS)
+        quantile = 1.96
+        standard_errors = np.sqrt(np.diagonal(covariance))
+
     drawn_positions = [_critical_position(row) for row in drawn_losses]
     low, high = np.quantile(drawn_positions, [0.025, 0.975], method="nearest")
 
@@ -150,9 +157,30 @@ def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
         critical=batches[_critical_position(losses)],
         interval=(batches[int(low)], batches[int(high)]),
         losses=dict(zip(batches, losses.tolist(), strict=True)),
-        errors=(1.96 * np.sqrt(np.diagonal(covariance))).tolist(),
+        errors=(quantile * standard_errors).tolist(),
         diverged=diverged,
     )
+
+
+def _drawn_from_seeds(rng: np.random.Generator, deviations: Array) -> Array:
+    """Draw errors of the mean losses over seeds, from their spread over seeds.
+
+    With n seeds, each weighted sum of the losses of different batches, such as the
+    difference between two of them, is drawn from Student's t distribution with n − 1
+    degrees of freedom, scaled by the standard error of its mean over seeds.
+
+    Args:
+        rng: the generator of random numbers.
+        deviations: the deviation of each seed's losses from their mean, of shape
+            (seeds, batches).
+
+    Returns:
+        The drawn errors, of shape (`DRAWS`, batches).
+    """
+    seeds = len(deviations)
+    normal = rng.standard_normal((DRAWS, seeds)) @ deviations
+    scale = np.sqrt((seeds - 1) / rng.chisquare(seeds - 1, (DRAWS, 1)))
+    return scale * normal / math.sqrt(seeds * (seeds - 1))
 
 
 def _common_batches(seeds: Sequence[Mapping[int, Branch]]) -> list[int]:
@@ -360,10 +388,14 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
 def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     low, high = result.interval
     losses = [f"{batch}: {loss:.4f}" for batch, loss in result.losses.items()]
+    several_seeds = len({job.seed for job in sweep.jobs} - {None}) > 1
+    interval = f"{low} to {high}"
+    if several_seeds:
+        interval = f"95% interval: {interval}"
     text = (
-        f"The critical batch is {result.critical} (95% interval: {low} to {high}): up "
-        f"to it, no batch ends with a loss more than {TOLERANCE:g} above that of a "
-        "smaller batch, if k times the batch trains at √k times the rate. Losses: "
+        f"The critical batch is {result.critical} ({interval}): up to it, no batch "
+        f"ends with a loss more than {TOLERANCE:g} above that of a smaller batch, if k "
+        "times the batch trains at √k times the rate. Losses: "
         f"{', '.join(losses)}."
     )
     if result.critical == max(result.losses):
@@ -374,11 +406,10 @@ def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
                 f" {result.critical} is the largest batch that could be judged, so the "
                 "limit may be higher."
             )
-    seeds = {job.seed for job in sweep.jobs} - {None}
-    if len(seeds) < 2:
+    if not several_seeds:
         text += (
-            " With one seed, the interval covers only the choice of examples, and "
-            "is too narrow: add seed=0,1,2."
+            f" With one seed, the interval {interval} covers only the choice of "
+            "examples, and is too narrow: add seed=0,1,2."
         )
     return text
 
