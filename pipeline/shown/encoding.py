@@ -17,6 +17,9 @@ MOST_BYTES = 2**18  # maximum size of a file
 THUMBNAIL = 256  # maximum width and height of MLflow's compressed pictures
 MOST_THUMBNAIL_BYTES = 2**16
 
+# Pillow's modes whose values may not fit in a byte. Pillow clips them to 0 and 255.
+_MORE_THAN_BYTES = ("I", "I;16", "I;16B", "I;16L", "I;16N", "F")
+
 
 def encoded(picture: Image.Image) -> EncodedPicture:
     """Return a picture as a PNG, and as the small WebP that MLflow's page shows first.
@@ -41,6 +44,8 @@ def picture_of(value: Any) -> Image.Image | None:
         ValueError: an array does not have the shape of a picture.
     """
     if isinstance(value, Image.Image):
+        if value.mode in _MORE_THAN_BYTES:
+            return of_array(np.asarray(value))
         return _plain(value)
     # Only a function that has made a figure has imported Matplotlib.
     figures = sys.modules.get("matplotlib.figure")
@@ -111,7 +116,7 @@ def _plain(picture: Image.Image) -> Image.Image:
     """Return a picture in RGB on white, or in gray if it has no color."""
     if picture.mode == "L":
         return picture
-    if picture.mode in ("1", "I;16", "I", "F"):
+    if picture.mode == "1":
         return picture.convert("L")
     with_alpha = picture.convert("RGBA")
     background = Image.new("RGBA", with_alpha.size, "white")

@@ -128,6 +128,23 @@ def test_the_range_of_a_picture(values, expected):
     assert shown.tolist() == [expected]
 
 
+@pytest.mark.parametrize(
+    ("mode", "dtype", "values", "expected"),
+    [
+        ("F", np.float32, [0.0, 0.5, 1.0], [0, 128, 255]),
+        ("I", np.int32, [-1000, 0, 1000], [0, 128, 255]),
+        ("I;16", np.uint16, [0, 1000, 2000], [0, 128, 255]),
+        ("L", np.uint8, [0, 1, 2], [0, 1, 2]),
+    ],
+)
+def test_a_picture_of_pillow_has_the_range_of_an_array(mode, dtype, values, expected):
+    """Values beyond a byte were clipped, so that most pictures were black or white."""
+    picture = Image.fromarray(np.array([values], dtype))
+    assert picture.mode == mode
+    shown = encoding.picture_of(picture)
+    assert np.asarray(shown).tolist() == [expected]
+
+
 def test_pictures_of_several_sizes_make_one_sheet():
     small = examples((8, 8, 1))[:3]
     large = examples((300, 100, 3))[:3]
