@@ -163,6 +163,8 @@ def fit(
 def _non_finite_data_named(parts: Parts) -> Iterator[None]:
     """If an update in the block is not finite, check its batch.
 
+    The batches of a user's own loader cannot be read again, so they are not checked.
+
     Raises:
         NonFiniteError: an update is not finite. If its batch has a NaN or an infinite
             value, the message names the part of the batch that has it.
@@ -170,6 +172,8 @@ def _non_finite_data_named(parts: Parts) -> Iterator[None]:
     try:
         yield
     except NonFiniteError as error:
+        if parts.data.loaders:
+            raise
         batch = next(iter(parts.effective_batches(error.update - 1)))
         part = non_finite.non_finite_part(batch)
         if not part:

@@ -48,7 +48,8 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
         split: the name of the split, for the error.
 
     Raises:
-        ConfigError: the element has sample weights, but no labels.
+        ConfigError: the element has sample weights, but no labels, or has sample
+            weights for some outputs alone.
     """
     x, *others = parts
     y, sample_weight = [*others, None, None][:2]
@@ -59,6 +60,12 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
         return (x,)
     if _is_none(sample_weight):
         return x, _without_none(y)
+    if any(map(_is_none, tf.nest.flatten(sample_weight))):
+        rule = (
+            "must yield sample weights for each output, or for none, in its "
+            f"{split} split: use ones for an output without weights"
+        )
+        raise ConfigError(TARGET, rule, str(sample_weight))
     return x, _without_none(y), sample_weight
 
 

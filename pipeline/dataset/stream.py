@@ -154,7 +154,7 @@ class Loader:
                 different numbers of examples, or none, there are sample weights without
                 labels, or the batch differs from the first one in form.
         """
-        parts = parts_of_element(parts_of(batch), self._split)
+        parts = parts_of_element(_with_tuples(parts_of(batch)), self._split)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
             rule = f"must yield batches of dense arrays in its {self._split} split"
@@ -174,6 +174,15 @@ class Loader:
             forms = [f"{leaf.dtype.name}{leaf.shape.as_list()}" for leaf in leaves]
             raise ConfigError(TARGET, rule, forms)
         return parts
+
+
+def _with_tuples(nest: Any) -> Any:
+    """Return a nest with a tuple for each list, as tf.data takes lists for tensors."""
+    if isinstance(nest, dict):
+        return {key: _with_tuples(value) for key, value in nest.items()}
+    if isinstance(nest, list | tuple):
+        return tuple(_with_tuples(value) for value in nest)
+    return nest
 
 
 def _unreadable_image(paths: Iterable[str]) -> str:

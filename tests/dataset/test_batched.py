@@ -22,6 +22,7 @@ from pipeline.dataset import search_time
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.batches import evaluation_batches, stream_batches
 from pipeline.dataset.checksums import DataFiles
+from pipeline.dataset.elements import as_parts
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
@@ -320,6 +321,36 @@ def test_weights_without_labels_are_rejected():
     for source in none_for_labels(np.ones(4)):
         with pytest.raises(ConfigError, match=line):
             Loader(source, "train")
+
+
+@pytest.mark.parametrize("weights", [{"a": np.ones(4), "b": None}, (np.ones(4), None)])
+def test_weights_of_some_outputs_alone_are_rejected(weights):
+    labels = {"a": np.ones(4), "b": np.ones(4)}
+
+    def batches():
+        yield np.ones((4, 2)), labels, weights
+
+    dataset = tf.data.Dataset.from_tensors(np.ones((4, 2)))
+    dataset = dataset.map(lambda x: (x, labels, weights))
+    line = "must yield sample weights for each output, or for none, in its train split"
+    for source in (batches, dataset):
+        with pytest.raises(ConfigError, match=line):
+            Loader(source, "train")
+    with pytest.raises(ConfigError, match=line):
+        as_parts(dataset, "train")
+
+
+def test_lists_of_inputs_and_labels_are_tuples():
+    """tf.data has no lists: it would take a list for a tensor."""
+
+    def batches():
+        inputs = [np.ones((4, 2)), np.ones((4, 3))]
+        yield inputs, [np.zeros(4), np.ones(4)]
+
+    (batch,) = stream_batches(Stream(Loader(batches, "train"), FACTOR), 0).take(1)
+    (first, second), labels = batch.batch
+    assert (first.shape, second.shape) == ((4, 2), (4, 3))
+    assert [label.numpy().tolist() for label in labels] == [[0] * 4, [1] * 4]
 
 
 class Uneven(keras.utils.PyDataset):

@@ -24,6 +24,9 @@ def numbers(training=None, validation=None):
     splits = (x, y), (np.zeros_like(x), held_out)
     return tuple(map(tf.data.Dataset.from_tensor_slices, splits))
 
+def batches(training, validation=None):
+    return tuple(split.batch(8) for split in numbers(training, validation))
+
 def network():
     return keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
 """
@@ -63,11 +66,21 @@ def test_an_evaluation_that_is_not_finite_gets_a_line_with_its_reason():
     ("arguments", "status", "line"),
     [
         (
-            "dataset.training=20",
+            ("accumulation.effective_batch_size=8", "dataset.training=20"),
             1,
             "contain a value that is NaN or infinite (traceback",
         ),
-        ("dataset.validation=20", 0, "the validation split gives loss=inf"),
+        # A loader cannot be read again, so its batch is not examined.
+        (
+            ("dataset=batches",),
+            1,
+            "loss=nan and gradient_norm=nan at update 2, found when updates 1 to 2 were",
+        ),
+        (
+            ("accumulation.effective_batch_size=8", "dataset.validation=20"),
+            0,
+            "the validation split gives loss=inf",
+        ),
     ],
 )
 def test_a_run_says_that_its_data_are_not_finite(tmp_path, arguments, status, line):
@@ -81,17 +94,19 @@ def test_a_run_says_that_its_data_are_not_finite(tmp_path, arguments, status, li
     ):
         (tmp_path / "conf" / group).mkdir(parents=True)
         (tmp_path / "conf" / group / "mine.yaml").write_text(node)
+    (tmp_path / "conf" / "dataset" / "batches.yaml").write_text(
+        "_target_: numbers_of_mine.batches\ntraining: 20\nbatched: true"
+    )
     done = pipeline(
         "train",
         "dataset=mine",
         "model=mine",
         "objective=regression",
-        "accumulation.effective_batch_size=8",
         "accumulation.factor=2",
         "training.epochs=1",
         "tracking.log_model=false",
         "tracking.system_metrics=false",
-        arguments,
+        *arguments,
         cwd=tmp_path,
         status=status,
         PYTHONPATH=f"{tmp_path}:{ROOT}",
