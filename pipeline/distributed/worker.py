@@ -63,7 +63,7 @@ def _run_task(spec: resolve.RunSpec, task: str, client: rendezvous.Client) -> bo
         return True
 
     # Ignore signals: the chief handles them, and ends the run on all workers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     workers = replace(spec.workers, addresses=tuple(answer["addresses"]))
     spec = replace(spec.adopting(answer["spec"]), workers=workers)

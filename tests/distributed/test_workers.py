@@ -469,6 +469,9 @@ def test_a_worker_that_hangs_is_ended(tmp_path):
 @pytest.mark.slow
 def test_an_interrupted_chief_takes_the_others_with_it(tmp_path):
     process = slow_run(tmp_path, "training.checkpoint_every=1000")
+    (worker,) = workers_in(tmp_path)
+    # A closed terminal sends it to all. The chief still needs the worker.
+    os.kill(worker.pid, signal.SIGHUP)
     os.kill(process.pid, signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
