@@ -31,6 +31,16 @@ def arrays(file):
     return Data(train, validation, classes=10, test=test)
 
 
+def windows(length):
+    """Windows of a series, each with the value that follows it as its label."""
+    series = np.sin(np.arange(1000 + length, dtype="float32"))[:, None]
+    labels = series[length:]
+    batches = keras.utils.timeseries_dataset_from_array(series, labels, length)
+    examples = batches.unbatch().map(lambda x, y: (tf.ensure_shape(x, (length, 1)), y))
+    examples = examples.apply(tf.data.experimental.assert_cardinality(1000))
+    return examples.take(800), examples.skip(800)
+
+
 def tiny(input_shape, classes, units):
     inputs = keras.Input(input_shape)
     x = keras.layers.Flatten()(inputs)

@@ -156,6 +156,10 @@ class AccumulatingModel(keras.Model):
         with self._optimizer_lent(), is_compiled:
             self.inner.summary(*arguments, **options)
 
+    def export(self, *arguments: Any, **options: Any) -> None:
+        """Export `inner` for inference, as Keras does."""
+        self.inner.export(*arguments, **options)
+
     def save_weights(self, *arguments: Any, **options: Any) -> None:
         """Save the weights of `inner` and of the optimizer, as Keras does.
 

@@ -93,7 +93,10 @@ def check(
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     rule = f"must accept inputs of {_shape(x)}"
     if any(isinstance(leaf, tf.RaggedTensor) for leaf in tf.nest.flatten(x)):
-        rule += ", which dataset.pad would pad to one length"
+        rule += (
+            ", which dataset.pad would pad to one length; if all have one length, set "
+            "it in your dataset function with tf.ensure_shape"
+        )
     with as_config_error("model", rule, model.name):
         outputs = model(x, training=False)
     if not model.trainable_variables:

@@ -533,13 +533,15 @@ class StreamPlan(RunPlan):
         return update > 0 and self.windows[update - 1].last
 
     def __str__(self) -> str:
-        cut = self.batching
-        batches = str(cut)
-        if cut.effective_batch_size != cut.micro_batch_size:
-            batches = (
-                f"{cut.factor} batches per update, the first one with "
-                f"{count(cut.micro_batch_size, 'example')}"
-            )
+        first = self.batching
+        examples = count(first.effective_batch_size // first.factor, "example")
+        batches = (
+            f"{count(first.factor, 'batch', 'batches')} per update, the first one with "
+            f"{examples}"
+        )
+        if self.cut:
+            limit = count(first.micro_batch_size, "example")
+            batches += f", in micro-batches of at most {limit}"
 
         per_epoch = "an unknown number of updates"
         if self.per_epoch is not None:

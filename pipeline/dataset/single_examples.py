@@ -24,7 +24,8 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
 
     Raises:
         ConfigError: the split is not a dataset of single examples, has sparse tensors
-            or tensors of unknown rank, or its number of examples is unknown or 0.
+            or tensors of unknown rank, is empty or endless, or does not say how many
+            examples it has.
     """
     if not isinstance(dataset, tf.data.Dataset):
         rule = f"must return its {split} split as a tf.data.Dataset"
@@ -52,13 +53,19 @@ def check_split(dataset: Any, split: str, unbatched: bool = False) -> None:
     if count == 0:
         rule = f"must yield at least one example in its {split} split"
         raise ConfigError(TARGET, rule, count)
-    if count < 0:
+    if count == tf.data.INFINITE_CARDINALITY:
+        rule = (
+            f"must return a {split} split that ends: leave out `repeat`, as each epoch "
+            "reads the split again"
+        )
+        raise ConfigError(TARGET, rule)
+    if count == tf.data.UNKNOWN_CARDINALITY:
         rule = (
             f"must return a {split} split with a known number of examples (see "
             "tf.data.experimental.assert_cardinality), or batches with "
             "dataset.batched=true"
         )
-        raise ConfigError(TARGET, rule, count)
+        raise ConfigError(TARGET, rule)
     if unbatched or all(map(_is_image_of_unknown_size, _leaves(dataset))):
         return
     _reject_batches(dataset, split)

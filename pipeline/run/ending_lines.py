@@ -41,9 +41,10 @@ def open_or_repeat(
 ) -> str:
     """Return a line with the command that shows a finished run.
 
-    The command that repeats the run follows, unless the run uses the user's own code,
-    which that command would have to allow. If the run's horizon changed and its
-    learning rates depended on it, the line says instead that no rerun repeats the run.
+    The command that repeats the run follows, with the options that allow the user's own
+    code. It is left out if the run has a target that a rerun never accepts. If the
+    run's horizon changed and its learning rates depended on it, the line says instead
+    that no rerun repeats the run.
 
     Args:
         run_id: the ID of the run.
@@ -56,23 +57,36 @@ def open_or_repeat(
     line = f"open it with: {shlex.join(['pipeline', 'ui', *store])}"
     if len(in_force) > 1 and horizons.decides_rates(spec.resolved, spec.links):
         line += f"; no rerun repeats it, since its horizon was {described(in_force)}"
-    elif _is_trusted(spec):
-        repeat = shlex.join(["pipeline", "rerun", run_id, *store])
+        return line
+
+    packages = _packages_to_allow(spec)
+    if packages is not None:
+        options: list[str] = []
+        for package in packages:
+            options += ["--allow", package]
+        repeat = shlex.join(["pipeline", "rerun", run_id, *options, *store])
         line += f"; repeat it with: {repeat}"
         if start:
             line += f" {start}"
     return line
 
 
-def _is_trusted(spec: RunSpec) -> bool:
-    """Return whether `pipeline rerun` accepts all targets without `--allow`."""
+def _packages_to_allow(spec: RunSpec) -> list[str] | None:
+    """Return the packages that `pipeline rerun` accepts only with `--allow`.
+
+    Return None if it does not accept all targets even then.
+    """
+    targets = {}
+    for key, value in leaves(spec.resolved).items():
+        if key.endswith("_target_"):
+            targets[key] = str(value)
+    packages = trusted_names.packages_to_allow(targets.values(), ())
     try:
-        for key, value in leaves(spec.resolved).items():
-            if key.endswith("_target_"):
-                trusted_names.check_name(str(value), key, ())
+        for key, target in targets.items():
+            trusted_names.check_name(target, key, packages)
     except ConfigError:
-        return False
-    return True
+        return None
+    return packages
 
 
 def _results(summary: JournalSummary) -> list[str]:

@@ -48,6 +48,7 @@ DATASET = {
     "version": object,
     "examples": {str: int},
     "files": {str: str},
+    "records?": {str: str},
     "content": {str: str},
     "validations?": {str: {"name": object, "version": object}},
 }
@@ -357,7 +358,8 @@ def dataset(
 ) -> dict[str, Any]:
     """Return the record of a dataset: its name, version, sizes and checksums.
 
-    There is a checksum per file, or per split if the split's dataset has no files.
+    There is a checksum per file, or per split if the split's dataset has no files. A
+    TFRecord file may have a second one, of its examples.
 
     Args:
         data: the dataset.
@@ -389,6 +391,7 @@ def dataset(
         "version": data.version,
         "checksum": checksum,
         "files": files.checksums,
+        "records": files.record_checksums,
         "examples": examples,
         "content": content,
         "validations": validations,
@@ -401,7 +404,8 @@ def check_dataset(
     """Reject data that differ from the data of a recorded run.
 
     If `now` was recorded without checksums, only the name, the version and the numbers
-    of examples are compared.
+    of examples are compared. A file with other bytes is accepted if the checksums of
+    its examples are equal.
 
     Args:
         recorded: the record of the run's data; see `dataset`.
@@ -434,9 +438,23 @@ def check_dataset(
         del kinds["content"]
     for key, kind in kinds.items():
         for name, value in recorded[key].items():
-            if now[key].get(name) != value:
-                rule = f"must be that of run {run_id}: the {kind} {name} differs"
-                raise ConfigError("dataset", rule, now[key].get(name, "absent"))
+            if now[key].get(name) == value:
+                continue
+            if key == "files" and _has_equal_records(recorded, now, name):
+                continue
+            rule = f"must be that of run {run_id}: the {kind} {name} differs"
+            raise ConfigError("dataset", rule, now[key].get(name, "absent"))
+
+
+def _has_equal_records(
+    recorded: Mapping[str, Any], now: Mapping[str, Any], file: str
+) -> bool:
+    """Return whether two TFRecord files of this name are known to have equal examples.
+
+    Records of older versions, and of large files, have no checksums of examples.
+    """
+    checksum = (recorded.get("records") or {}).get(file)
+    return checksum is not None and checksum == (now.get("records") or {}).get(file)
 
 
 def origin() -> dict[str, str]:

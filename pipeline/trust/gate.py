@@ -177,12 +177,13 @@ def check_config(
     if gate.start:  # the user named the run to start from
         checked.pop("start", None)
 
+    packages = trusted_names.packages_to_allow(_target_names(checked), gate.allowed)
     targets: dict[tuple[str, str], None] = {}  # an ordered set of pairs
     for node in _nodes(checked):
         if isinstance(node.value, dict):
             _check_mapping(node.value, node.key)
             if "_target_" in node.value:
-                _check_target(node.value, node.key, gate)
+                _check_target(node.value, node.key, gate, packages)
                 target_key = _join(node.key, "_target_")
                 targets[target_key, node.value["_target_"]] = None
         elif not isinstance(node.value, list) and not _is_tfds_name(node):
@@ -352,14 +353,26 @@ def _is_path(text: str) -> bool:
     return re.search(r"[\\/]", text) is not None and os.path.lexists(text)
 
 
-def _check_target(node: dict[Any, Any], key: str, gate: Gate) -> None:
-    """Check a target's name and Hydra keys and, if it reads files, its arguments."""
+def _target_names(config: dict[Any, Any]) -> Iterator[str]:
+    """Yield the values of all keys `_target_` that are text."""
+    for node in _nodes(config):
+        if isinstance(node.value, dict) and type(node.value.get("_target_")) is str:
+            yield node.value["_target_"]
+
+
+def _check_target(
+    node: dict[Any, Any], key: str, gate: Gate, packages: Sequence[str]
+) -> None:
+    """Check a target's name and Hydra keys and, if it reads files, its arguments.
+
+    `packages` are all packages of the config that are not trusted.
+    """
     target = node["_target_"]
     target_key = _join(key, "_target_")
     if type(target) is not str:
         rule = "must be the dotted name of the code that builds the object"
         raise ConfigError(target_key, rule, str(target))
-    trusted_names.check_name(target, target_key, gate.allowed)
+    trusted_names.check_name(target, target_key, gate.allowed, packages)
     _check_hydra_keys(node, key, target)
 
     is_application = target.startswith(trusted_names.APPLICATIONS)

@@ -9,7 +9,7 @@ that are missing from the lists.
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hydra.utils import get_object
@@ -114,20 +114,26 @@ PATTERN_READERS = {
 }
 
 
-def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
+_MOST_PACKAGES = 10  # in a message
+
+
+def check_name(
+    target: str, key: str, allowed: Sequence[str], packages: Sequence[str] = ()
+) -> None:
     """Check a target by its name alone, without importing it.
 
     Args:
         target: the dotted name of the object to build.
         key: the dotted key of the target in the config.
         allowed: prefixes that the user trusts.
+        packages: all packages of the config that are not trusted, for the message;
+            empty if only that of the target is known.
 
     Raises:
         ConfigError: the target is not a plain dotted name, or is neither accepted by
             the lists nor under one of the prefixes.
     """
-    has_dunder = any(part.startswith("__") for part in target.split("."))
-    if has_dunder or not DOTTED.fullmatch(target):
+    if not _is_plain(target):
         raise ConfigError(key, "must be a plain dotted name", target)
     if is_under(target, allowed) or target in BUILDERS or target in _LISTED:
         return
@@ -135,15 +141,42 @@ def check_name(target: str, key: str, allowed: Sequence[str]) -> None:
         rule = f"of a config from a tracking store {REJECTED[target]}"
         raise ConfigError(key, rule, target)
     if not _is_in_keras(target):
-        package = target.partition(".")[0]
+        options = [f"--allow {package}" for package in packages or [_package(target)]]
         rule = (
             "of a config from a tracking store must be a builder of this package, "
             "a public Keras layer, optimizer, schedule, loss, metric, callback, "
             "regularizer, initializer, constraint or application, or lie under "
             "a prefix that you allow by --allow or trust.allow; if the code is your "
-            f"own, trust it with --allow {package}"
+            f"own, trust it with {' '.join(options)}"
         )
         raise ConfigError(key, rule, target)
+
+
+def packages_to_allow(targets: Iterable[str], allowed: Sequence[str]) -> list[str]:
+    """Return the packages of the targets that `check_name` accepts only if allowed.
+
+    Targets that are never accepted are left out, and so are packages after the tenth.
+    """
+    packages: dict[str, None] = {}
+    for target in targets:
+        if not _is_plain(target) or target in REJECTED:
+            continue
+        try:
+            check_name(target, "", allowed)
+        except ConfigError:
+            packages[_package(target)] = None
+    return list(packages)[:_MOST_PACKAGES]
+
+
+def _is_plain(target: str) -> bool:
+    """Return whether a target is a dotted name without dunder names."""
+    if any(part.startswith("__") for part in target.split(".")):
+        return False
+    return DOTTED.fullmatch(target) is not None
+
+
+def _package(target: str) -> str:
+    return target.partition(".")[0]
 
 
 def _is_in_keras(target: str) -> bool:

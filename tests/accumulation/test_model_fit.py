@@ -405,6 +405,16 @@ def test_a_loaded_model_goes_on_as_if_it_had_not_been_saved(tmp_path):
 
 
 @pytest.mark.slow
+def test_an_exported_model_is_the_inner_one(tmp_path):
+    make, data, compiled = CASES["sample_weights"]
+    model = AccumulatingModel(build(make), 5)
+    trained(model, compiled, data, epochs=1)
+    model.export(tmp_path / "exported", verbose=False)
+    exported = tf.saved_model.load(tmp_path / "exported")
+    np.testing.assert_allclose(exported.serve(X), model.inner(X), rtol=EXACT)
+
+
+@pytest.mark.slow
 def test_the_loss_scale_of_a_loaded_model_goes_on(tmp_path):
     """It doubles after every third of the updates, of which there are four in a fit."""
     x = random(32, 6)

@@ -225,6 +225,23 @@ def test_counters_of_batches_of_any_size():
     assert [update for update in updates if plan.ended(update)] == [6]
 
 
+def test_the_plan_gives_the_sizes_of_the_first_update():
+    stream = Stream(Loader(generator, "train"), 1)
+
+    def text(batching, cut):
+        horizon = Horizon("updates", 7)
+        return str(stream_plan(batching, horizon, stream.windows, None, cut))
+
+    assert text(sizes.Batching(3, 3, 1), cut=False) == (
+        "1 batch per update, the first one with 3 examples; an unknown number of "
+        "updates per epoch, 7 in all"
+    )
+    assert text(sizes.Batching(1024, 60, 2), cut=True).startswith(
+        "2 batches per update, the first one with 512 examples, in micro-batches of at "
+        "most 60 examples; "
+    )
+
+
 def test_a_loader_without_an_end_has_no_epochs():
     endless = tf.data.Dataset.from_tensors((np.ones((4, 2)), np.ones(4))).repeat()
     stream = Stream(Loader(endless, "train"), FACTOR)

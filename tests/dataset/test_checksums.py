@@ -10,12 +10,14 @@ import time
 from pathlib import Path
 
 import pytest
+import tensorflow as tf
 
-from pipeline.common.errors import DataError
+from pipeline.common.errors import ConfigError, DataError
 from pipeline.components import assembly
 from pipeline.config.compose import composed
 from pipeline.config.resolve import resolve
-from pipeline.dataset import checksums
+from pipeline.dataset import Data, checksums
+from pipeline.tracking import provenance
 from tests.running import Store, pipeline
 
 QUICK = (
@@ -57,6 +59,64 @@ def test_a_file_that_has_not_changed_is_not_read_again(tmp_path, cache):
     assert checksums.sha256_of(file) == expected(b"abd")
     entry.write_text("{")
     assert checksums.sha256_of(file) == expected(b"abd")
+
+
+def example_of(**numbers: int) -> bytes:
+    """Return a serialized example whose features have the order of the arguments."""
+    serialized = b""
+    for name, number in numbers.items():
+        values = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
+        features = tf.train.Features(feature={name: values})
+        # The parts of a serialized message may be concatenated.
+        serialized += tf.train.Example(features=features).SerializeToString()
+    return serialized
+
+
+def record_file(path: Path, *records: bytes) -> Path:
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for record in records:
+            writer.write(record)
+    return path
+
+
+def record_of(path: Path) -> dict[str, object]:
+    split = tf.data.Dataset.range(1)
+    return provenance.dataset(Data(split, None, files=(path,)))
+
+
+def test_the_order_of_the_features_of_an_example_does_not_count(tmp_path, cache):
+    """TFDS wrote the same digits as other bytes in three of ten preparations."""
+    names = ("first", "second", "other", "swapped")
+    folders = {name: tmp_path / name for name in names}
+    for folder in folders.values():
+        folder.mkdir()
+    file = "digits-train.tfrecord-00000-of-00001"
+    examples = example_of(image=1, label=2), example_of(image=3, label=4)
+    recorded = record_of(record_file(folders["first"] / file, *examples))
+    reordered = example_of(label=2, image=1), example_of(label=4, image=3)
+    second = record_of(record_file(folders["second"] / file, *reordered))
+    assert second["files"] != recorded["files"]
+    assert second["records"] == recorded["records"]
+    provenance.check_dataset(recorded, second, "1")
+
+    # The negative controls: another value, another order of the examples, and a record
+    # of an older version.
+    other = record_of(
+        record_file(folders["other"] / file, examples[0], example_of(image=3))
+    )
+    swapped = record_of(record_file(folders["swapped"] / file, *reversed(examples)))
+    older = {key: value for key, value in recorded.items() if key != "records"}
+    for then, now in ((recorded, other), (recorded, swapped), (older, second)):
+        with pytest.raises(ConfigError, match=f"the file {file} differs"):
+            provenance.check_dataset(then, now, "1")
+
+
+def test_records_that_are_no_examples_have_no_checksum(tmp_path, cache):
+    texts = record_file(tmp_path / "texts.tfrecord", b"no example")
+    assert record_of(texts)["records"] == {}
+    damaged = record_file(tmp_path / "damaged.tfrecord", example_of(image=1))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert record_of(damaged)["records"] == {}
 
 
 def written(folder, *names) -> list[Path]:

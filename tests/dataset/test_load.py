@@ -149,6 +149,15 @@ def inputs_of_unknown_rank():
     return split.map(doubled), None
 
 
+def endless():
+    return tf.data.Dataset.from_tensors((np.zeros(2), 0)).repeat(), None
+
+
+def number_unknown():
+    split = tf.data.Dataset.from_tensors((np.zeros(2), 0)).filter(lambda x, y: True)
+    return split, None
+
+
 def validation_alone():
     return None, tf.data.Dataset.from_tensor_slices((np.zeros(4), np.zeros(4)))
 
@@ -162,6 +171,8 @@ def validation_alone():
             "inputs_of_unknown_rank",
             r"must yield tensors of known rank.*tf\.ensure_shape",
         ),
+        ("endless", "must return a train split that ends: leave out `repeat`"),
+        ("number_unknown", "must return a train split with a known number of examples"),
         ("validation_alone", "must return a training split. Received: null"),
     ],
 )

@@ -53,11 +53,23 @@ def test_its_schedule_counts_updates_and_has_a_share_of_the_horizon(tmp_path):
         assert rate == pytest.approx(expected, rel=1e-6)  # float32
 
 
+@pytest.mark.slow
+def test_its_windows_of_a_series_train(tmp_path):
+    folder = tmp_path / "own_project"
+    shutil.copytree(PROJECT, folder)
+    call = ("dataset=windows", "model=tiny", "+model.classes=1", "objective=regression")
+    short = ("training.epochs=2", "tracking.log_model=false")
+    pipeline("train", "--config-dir", "conf", *call, *short, cwd=folder)
+    params = Store(folder).run().data.params
+    # Seven updates of at most 128 of the 800 examples, twice.
+    assert params["derived.updates"] == "14"
+
+
 def test_each_piece_of_it_is_under_ten_lines():
     tree = ast.parse((PROJECT / "mine.py").read_text(encoding="utf-8"))
     definitions = (ast.FunctionDef, ast.ClassDef)
     pieces = [node for node in tree.body if isinstance(node, definitions)]
-    assert len(pieces) == 8
+    assert len(pieces) == 9
     for piece in pieces:
         lines = piece.end_lineno - piece.lineno + 1
         assert lines < 10, piece.name

@@ -664,6 +664,20 @@ def test_a_refusal_imports_no_keras(gate):
     assert way in done.stdout
 
 
+def test_all_packages_that_must_be_allowed_are_named_at_once(gate):
+    config = {
+        "dataset": {"_target_": "sensors.windows"},
+        "loss": {"_target_": "keras.losses.Huber"},
+        "model": {"_target_": "forecast.network"},
+        "training": {"metrics": [{"_target_": "sensors.Error"}]},
+    }
+    with pytest.raises(ConfigError, match=r"with --allow sensors --allow forecast\. "):
+        check_config(config, gate, imports=False)
+    allowed = replace(gate, allowed=("sensors",))
+    with pytest.raises(ConfigError, match=r"trust it with --allow forecast\. "):
+        check_config(config, allowed, imports=False)
+
+
 def test_a_small_file_of_a_huge_config_is_refused(gate):
     bomb: object = "x"
     for _ in range(30):
