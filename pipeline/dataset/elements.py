@@ -21,7 +21,7 @@ def as_parts(dataset: tf.data.Dataset, split: str) -> tf.data.Dataset:
     spec = dataset.element_spec
     # Raise an error here, not while the function below is traced.
     parts_of_element(as_tuple(spec), split)
-    if isinstance(spec, tuple) and not any(map(_is_none, tf.nest.flatten(spec))):
+    if isinstance(spec, tuple) and not any(map(is_none, tf.nest.flatten(spec))):
         return dataset
 
     @tf.autograph.experimental.do_not_convert
@@ -48,24 +48,17 @@ def parts_of_element(parts: tuple, split: str) -> tuple:
         split: the name of the split, for the error.
 
     Raises:
-        ConfigError: the element has sample weights, but no labels, or has sample
-            weights for some outputs alone.
+        ConfigError: the element has sample weights, but no labels.
     """
     x, *others = parts
     y, sample_weight = [*others, None, None][:2]
-    if _is_none(y) and not _is_none(sample_weight):
+    if is_none(y) and not is_none(sample_weight):
         rule = f"must not yield sample weights without labels in its {split} split"
         raise ConfigError(TARGET, rule, "(x, None, sample_weight)")
-    if _is_none(y):
+    if is_none(y):
         return (x,)
-    if _is_none(sample_weight):
+    if is_none(sample_weight):
         return x, _without_none(y)
-    if any(map(_is_none, tf.nest.flatten(sample_weight))):
-        rule = (
-            "must yield sample weights for each output, or for none, in its "
-            f"{split} split: use ones for an output without weights"
-        )
-        raise ConfigError(TARGET, rule, str(sample_weight))
     return x, _without_none(y), sample_weight
 
 
@@ -112,14 +105,15 @@ def weighted_labels(names: Collection[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _is_none(part: Any) -> bool:
+def is_none(part: Any) -> bool:
+    """Return whether a part of an element, or its spec, is None."""
     return part is None or isinstance(part, tf.NoneTensorSpec)
 
 
 def _without_none(nest: Any) -> Any:
     if isinstance(nest, dict):
-        kept = {key: value for key, value in nest.items() if not _is_none(value)}
+        kept = {key: value for key, value in nest.items() if not is_none(value)}
         return {key: _without_none(value) for key, value in kept.items()}
     if isinstance(nest, tuple):
-        return tuple(_without_none(value) for value in nest if not _is_none(value))
+        return tuple(_without_none(value) for value in nest if not is_none(value))
     return nest

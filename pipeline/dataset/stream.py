@@ -23,7 +23,7 @@ import tensorflow as tf
 from pipeline.accumulation.internals import Batches, examples_in, parts_of
 from pipeline.common.errors import ConfigError, DataError, described, say
 from pipeline.config.plan import ENDLESS, Window
-from pipeline.dataset.elements import TARGET, parts_of_element
+from pipeline.dataset.elements import TARGET, is_none, parts_of_element
 from pipeline.dataset.search_time import SearchTime
 from pipeline.dataset.source import compatible
 
@@ -155,6 +155,7 @@ class Loader:
                 labels, or the batch differs from the first one in form.
         """
         parts = parts_of_element(_with_tuples(parts_of(batch)), self._split)
+        parts = _with_all_weights(parts)
         leaves = tf.nest.flatten(parts)
         if not all(isinstance(leaf, tf.Tensor) and leaf.shape.rank for leaf in leaves):
             rule = f"must yield batches of dense arrays in its {self._split} split"
@@ -185,6 +186,25 @@ def _with_tuples(nest: Any) -> Any:
     return nest
 
 
+def _with_all_weights(parts: tuple) -> tuple:
+    """Return the parts of a batch, or of its spec, with ones for weights that are None.
+
+    Some outputs may have sample weights and others none.
+    """
+    if len(parts) < 3:
+        return parts
+    x, y, sample_weight = parts
+
+    def weights_of(leaf: Any) -> Any:
+        if not is_none(leaf):
+            return leaf
+        if isinstance(leaf, tf.NoneTensorSpec):
+            return tf.TensorSpec([None], tf.float32)
+        return tf.ones([examples_in(parts)])
+
+    return x, y, tf.nest.map_structure(weights_of, sample_weight)
+
+
 def _unreadable_image(paths: Iterable[str]) -> str:
     """Return the first file that cannot be decoded as an image.
 
@@ -209,7 +229,7 @@ def _spec_of_batches(source: Any, first: tuple, split: str) -> tuple:
     if isinstance(source, tf.data.Dataset):
         # The spec shows which axes differ between batches.
         spec = keras.utils.unpack_x_y_sample_weight(source.element_spec)
-        parts = parts_of_element(spec, split)
+        parts = _with_all_weights(parts_of_element(spec, split))
 
     def of_any_size(leaf: Any) -> tf.TensorSpec:
         return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)

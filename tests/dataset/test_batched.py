@@ -22,7 +22,6 @@ from pipeline.dataset import search_time
 from pipeline.dataset.bad_example import errors_located
 from pipeline.dataset.batches import evaluation_batches, stream_batches
 from pipeline.dataset.checksums import DataFiles
-from pipeline.dataset.elements import as_parts
 from pipeline.dataset.splits import Data
 from pipeline.dataset.stream import Loader, Stream
 from tests.checkpoints.test_resume_rules import MINE
@@ -340,8 +339,10 @@ def test_weights_without_labels_are_rejected():
             Loader(source, "train")
 
 
-@pytest.mark.parametrize("weights", [{"a": np.ones(4), "b": None}, (np.ones(4), None)])
-def test_weights_of_some_outputs_alone_are_rejected(weights):
+@pytest.mark.parametrize(
+    "weights", [{"a": np.full(4, 2.0), "b": None}, (np.full(4, 2.0), None)]
+)
+def test_an_output_without_weights_has_weights_of_one(weights):
     labels = {"a": np.ones(4), "b": np.ones(4)}
 
     def batches():
@@ -349,12 +350,11 @@ def test_weights_of_some_outputs_alone_are_rejected(weights):
 
     dataset = tf.data.Dataset.from_tensors(np.ones((4, 2)))
     dataset = dataset.map(lambda x: (x, labels, weights))
-    line = "must yield sample weights for each output, or for none, in its train split"
     for source in (batches, dataset):
-        with pytest.raises(ConfigError, match=line):
-            Loader(source, "train")
-    with pytest.raises(ConfigError, match=line):
-        as_parts(dataset, "train")
+        (batch,) = stream_batches(Stream(Loader(source, "train"), FACTOR), 0).take(1)
+        first, second = tf.nest.flatten(batch.batch[2])
+        assert first.numpy().tolist() == [2.0] * 4
+        assert second.numpy().tolist() == [1.0] * 4
 
 
 def test_lists_of_inputs_and_labels_are_tuples():
