@@ -5,7 +5,7 @@ import math
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from pipeline.common.sqlite_uri import absolute
 from pipeline.config import compose
 from pipeline.config.overrides import named_experiment, names_and_overrides
 from pipeline.sweep import liveness, sweep_file
-from pipeline.tracking import horizons
+from pipeline.tracking import horizons, older_copy
 from pipeline.tracking.foreign_store import (
     CRITICAL,
     MOST_RUNS,
@@ -68,6 +68,8 @@ class ListedRun:
             nothing or if that is unknown.
         next_command: the command that continues the run, or else uploads it, or "" if
             there is none.
+        older_copy: whether the run was continued in another copy of the run directory.
+            The other values are then those in the store.
     """
 
     run_id: str
@@ -85,6 +87,7 @@ class ListedRun:
     not_shipped: int | None = None
     sync_command: str = ""
     next_command: str = ""
+    older_copy: bool = False
 
 
 def runs(arguments: Sequence[str]) -> int:
@@ -109,7 +112,9 @@ def runs(arguments: Sequence[str]) -> int:
                 path in running and each.status is None
             )
             run = _local_run(path, each, stored, is_running)
-            metrics = {**stored.metrics(each), **each.last}
+            metrics = dict(stored.metrics(each))
+            if not run.older_copy:
+                metrics |= each.last
             entries.append(Entry(run, metrics, each.start.params))
     local_ids = {entry.run.run_id for entry in entries}
     for run_id in stored.newest:
@@ -348,11 +353,24 @@ class _Stored:
 
     def entry(self, run_id: str) -> Entry:
         """Return a run of the store whose directory is not below the folders."""
-        data = self.newest[run_id].data
-        return Entry(self._listed(run_id), data.metrics, data.params)
-
-    def _listed(self, run_id: str) -> ListedRun:
         run = self.newest[run_id]
+        return Entry(self._listed(run), run.data.metrics, run.data.params)
+
+    def continued_elsewhere(
+        self, run_dir: Path, summary: JournalSummary
+    ) -> ListedRun | None:
+        """Return the store's run if a directory that is not locked is an older copy."""
+        run = self._run(summary)
+        # The segments after a damaged line are not known.
+        if run is None or summary.damage:
+            return None
+        if not older_copy.is_older_copy(run, summary.resumes, summary.status):
+            return None
+        listed = self._listed(run)
+        # The command of a sweep would resume the job in this directory.
+        return replace(listed, run_dir=str(run_dir), next_command="", older_copy=True)
+
+    def _listed(self, run: Any) -> ListedRun:
         tags = run.data.tags
         metric = ranked_metric(run.data.params)
         status = _STATUSES.get(run.info.status, run.info.status.lower())
@@ -363,13 +381,13 @@ class _Stored:
         # `pipeline critical` also needs the run from which its jobs branch off.
         is_repeatable = sweep is not None and sweep != CRITICAL
         if is_repeatable and status in ("failed", "killed"):
-            next_command = again_command(sweep, run_id, self.uri)
+            next_command = again_command(sweep, run.info.run_id, self.uri)
         shown = metric.or_training_loss(run.data.metrics).name
         return ListedRun(
-            run_id=run_id,
+            run_id=run.info.run_id,
             status=status,
             started_at=run.info.start_time,
-            experiment=self.experiments[run.info.experiment_id],
+            experiment=self.experiments.get(run.info.experiment_id, ""),
             name=horizons.current_name(run.info.run_name or "", tags),
             metric=shown,
             best=run.data.metrics.get(f"best/{metric.name}"),
@@ -495,6 +513,10 @@ def _local_run(
     run_dir: Path, summary: JournalSummary, stored: _Stored, is_running: bool
 ) -> ListedRun:
     """Return the run in a run directory."""
+    if not is_running:
+        listed = stored.continued_elsewhere(run_dir, summary)
+        if listed is not None:
+            return listed
     start = summary.start
     metric = ranked_metric(start.params).or_training_loss(summary.last).name
     status = _STATUSES.get(summary.status or "KILLED", "killed")
@@ -592,6 +614,8 @@ def _lines(run: ListedRun, columns: _Columns) -> list[str]:
     if run.sweep:
         cells.append(f"sweep {run.sweep[:8]}")
     lines = [" ".join(cells).rstrip()]
+    if run.older_copy:
+        lines.append(f"    continued elsewhere: {run.run_dir} is an older copy")
     if run.next_command != run.sync_command:
         lines.append(f"    {run.next_command}")
     if run.sync_command:

@@ -16,8 +16,9 @@ which a separate process ships to the store.
   messages show.
 - `run_paths` names the run to which a path belongs.
 - `model_registry` finds logged models, and downloads their weights.
-- `sync_run` ships the journal of a trainer that has ended. `evaluation_log` adds the
-  results of `pipeline evaluate` to such a run.
+- `sync_run` ships the journal of a trainer that has ended. `older_copy` recognizes a
+  run directory whose run was continued in another copy. `evaluation_log` adds the
+  results of `pipeline evaluate` to a run that has ended.
 
 Importing this package sets environment variables of MLflow, and silences loggers.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "journal_summary",
     "logged_model",
     "model_registry",
+    "older_copy",
     "params",
     "provenance",
     "record_files",

@@ -290,6 +290,9 @@ class Journal:
             moved_to = store if has_moved else None
             self.write(Created(ids, moved_to))
         self.write(Resume(segment))
+        # So that the journal never has fewer segments than the run in the store, even
+        # after a power cut: it would seem to be an older copy.
+        self._writer.sync()
         return ids or past.run
 
     def write(self, line: Line) -> None:

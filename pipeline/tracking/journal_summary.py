@@ -48,6 +48,7 @@ class JournalSummary:
             validation loss; None if there is none.
         best_update: number of completed updates at the first evaluation with this value.
         resumes: how often the run was resumed.
+        damage: why a line cannot be read, or "" if all lines can be read.
     """
 
     start: RunStart = field(default_factory=RunStart)
@@ -62,6 +63,7 @@ class JournalSummary:
     best: float | None = None
     best_update: int = 0
     resumes: int = 0
+    damage: str = ""
     _evaluations: dict[int, float] = field(default_factory=dict)  # by update
 
     @property
@@ -96,8 +98,8 @@ class JournalSummary:
             if lines and _CREATED in lines[-1]:
                 last = journal_lines.parsed(json.loads(lines[-1]))
                 summary.uploaded = isinstance(last, Created) and last.complete is True
-        except (ValueError, RecursionError):
-            pass
+        except (ValueError, RecursionError) as error:
+            summary.damage = str(error)
         summary._find_best()
         return summary if 0 < summary.started_at < _LATEST else None
 

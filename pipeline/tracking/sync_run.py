@@ -5,6 +5,7 @@ from pathlib import Path
 
 from pipeline.common import secrets, sqlite_uri
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, count, first_line, say
+from pipeline.tracking import older_copy
 from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.journal_file import LockedPast, Past
 from pipeline.tracking.journal_lines import Created, RunIds
@@ -82,21 +83,36 @@ def _ship(
     except ConfigError as error:  # not a user error: the store may answer later
         raise OSError(str(error)) from error
 
-    if skip_complete and not store.is_new():
+    run = None
+    if not store.is_new():
         run = store.find_run(past.start.tags["journal"], past.run_id)
-        # A run with the expected status is complete, since the status is shipped last.
-        expected = past.status or "KILLED"
-        if run is not None and run.info.status == expected:
-            return None
+    # A run with the expected status is complete, since the status is shipped last.
+    expected = past.status or "KILLED"
+    if skip_complete and run is not None and run.info.status == expected:
+        return None
 
+    is_older_copy = False
+    # The segments after a damaged line are not known.
+    if run is not None and not past.damage:
+        is_older_copy = older_copy.is_older_copy(run, len(past.resumed), past.status)
     uploader = Uploader(
-        store, past.path, may_exist=True, run_id=past.run_id, seconds=patience
+        store,
+        past.path,
+        may_exist=True,
+        run_id=past.run_id,
+        only_rows=is_older_copy,
+        seconds=patience,
     )
     with closing(uploader):
         uploader.finish(patience)
     _remember(past, RunIds(uploader.run_id, uploader.experiment_id), uri)
     sent = count(uploader.sent, "point")
-    summary = f"{sent} sent to the store; run {uploader.run_id} is {uploader.status}"
+    status = uploader.status
+    if run is not None and is_older_copy:
+        status = (
+            f"{run.info.status}: it was continued from another copy of this directory"
+        )
+    summary = f"{sent} sent to the store; run {uploader.run_id} is {status}"
     if uploader.not_logged:
         summary += f"; the model was not logged: {uploader.not_logged}"
     return summary

@@ -54,6 +54,7 @@ from pipeline.tracking.journal_lines import (
     Shown,
     Tags,
 )
+from pipeline.tracking.older_copy import SEGMENTS
 
 if TYPE_CHECKING:
     import keras
@@ -201,7 +202,7 @@ class Tracker:
         self._artifact("segments.json", _json(segments))
         self.horizons = horizons.of_run(past.start, [*past.resumed, segment])
         tag = horizons.tag(past.start, self.horizons, past.tags)
-        tag["segments"] = str(len(segments))
+        tag[SEGMENTS] = str(len(segments))
         tag[INTERRUPTIONS] = json.dumps(interruptions[-MOST_INTERRUPTIONS:])
         self.tag(tag)
 

@@ -65,6 +65,8 @@ class Uploader:
         path: the journal.
         may_exist: whether another process may have created the run.
         run_id: the run's ID, or "" to find the run by its tag `journal`.
+        only_rows: whether to ship only rows, since the run was continued in another
+            copy of the run directory: see `older_copy`.
         seconds: how long to wait for another process that ships the journal. The time
             begins anew whenever the store gets more of the run.
         tell: called after each request with the approximate number of unshipped points,
@@ -90,11 +92,13 @@ class Uploader:
         *,
         may_exist: bool,
         run_id: str = "",
+        only_rows: bool = False,
         seconds: float = 0.0,
         tell: Callable[[int | None], object] = lambda _: None,
         report: Callable[[str], object] = lambda _: None,
     ):
         self._store = store
+        self._only_rows = only_rows
         self._tell = tell
 
         # Points, and lines without points, that were read but not confirmed.
@@ -252,7 +256,7 @@ class Uploader:
         while True:
             starts = self._starts
             has_more = self.read()
-            if not has_more and self.status is None:
+            if not has_more and self.status is None and not self._only_rows:
                 self._lines += self._cursor.missing_end(self._mlflow_run)
             self._ship_patiently(patience, report)
             if not has_more and self._starts == starts:
@@ -334,7 +338,7 @@ class Uploader:
                 self._lines.insert(0, Tags(line.tags))
         # Skip a line with the run's IDs: it may follow the `end` line, which has to be
         # the last line to end the run.
-        elif not isinstance(line, Created):
+        elif not isinstance(line, Created) and not self._only_rows:
             self._lines.append(line)
 
     def _add_row(self, row: Row) -> None:

@@ -283,6 +283,38 @@ def test_a_run_whose_end_is_not_in_the_store_is_not_complete(tmp_path):
     assert commands == ["    its end is not in the store: pipeline sync open"]
 
 
+def test_a_run_that_was_continued_elsewhere_is_listed_as_in_the_store(tmp_path):
+    place_store(tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlruns/mlflow.db")
+    states = {
+        # name: the status, the tags and the steps in the store, a line that resumes
+        "finished": ("FINISHED", {"segments": "2"}, 6, False),
+        "killed": ("KILLED", {"segments": "3"}, 6, True),
+        "twice": ("FINISHED", {"segments": "2"}, 6, True),
+        # The run's own segment has not arrived in the store.
+        "behind": ("FINISHED", {}, 4, True),
+        # The disk was full when the run ended.
+        "unwritten": ("FINISHED", {"journal.unwritten": "0"}, 4, False),
+    }
+    for name, (status, tags, steps, resumed) in states.items():
+        run_id = stored(client, name, 1_000, status, steps)
+        for key, value in tags.items():
+            client.set_tag(run_id, key, value)
+        run_dir = planted(tmp_path, name, 1_000, run_id, resumed=resumed)
+        with_checkpoint(run_dir)
+    runs = listed(tmp_path)
+    older = {name for name, run in runs.items() if run["older_copy"]}
+    assert older == {"finished", "killed", "twice"}
+    for name in older:
+        assert runs[name]["status"] == states[name][0].lower()
+        assert runs[name]["last"] == pytest.approx(1 / 6)
+        assert (runs[name]["next_command"], runs[name]["sync_command"]) == ("", "")
+    assert runs["behind"]["next_command"] == "pipeline resume behind"
+
+    table = pipeline("runs", "finished", cwd=tmp_path).stdout.splitlines()
+    assert table[1:] == ["    continued elsewhere: finished is an older copy"]
+
+
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
     """A folder with runs of 2, 4 and 6 updates, in this order; one is elsewhere."""

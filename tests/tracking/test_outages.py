@@ -6,6 +6,7 @@ After `pipeline sync` it has what an undisturbed run leaves in it.
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 import time
 
@@ -14,7 +15,8 @@ import pytest
 from pipeline.common.errors import NOT_SHIPPED, ConfigError, StoreError
 from pipeline.tracking.foreign_store import OwnStore
 from pipeline.tracking.journal import Journal
-from pipeline.tracking.journal_file import JOURNAL_NAME
+from pipeline.tracking.journal_file import JOURNAL_NAME, LockedPast
+from pipeline.tracking.journal_lines import Tags
 from pipeline.tracking.sync_run import sync_run
 from tests.parameters import mostly_slow
 from tests.running import wait
@@ -113,6 +115,38 @@ def test_a_run_that_was_kept_offline_is_complete_after_sync(tmp_path, capsys):
     assert fields(uri, "offline") == fields(uri, "undisturbed")
     began, *_, end = (run_dir / JOURNAL_NAME).read_text().splitlines()[:-1]
     assert times(uri, "offline") == (json.loads(began)["time"], json.loads(end)["time"])
+
+
+def test_a_run_that_was_continued_from_a_copy_keeps_its_end(tmp_path, capsys):
+    """An older copy of its directory sends neither its end nor its tags."""
+    place_store(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlruns/mlflow.db"
+    journal = opened(uri, tmp_path / "newer", "copied")
+    train(journal, 1, HALF)
+    shutil.copytree(tmp_path / "newer", tmp_path / "killed")
+    journal.write(Tags({"failure": "interrupted"}))
+    assert journal.close("KILLED") is None
+    shutil.copytree(tmp_path / "newer", tmp_path / "interrupted")
+
+    journal = Journal(uri, "copied")
+    journal.ready()
+    journal.resume(LockedPast.open(tmp_path / "newer"), {})
+    journal.write(Tags({"segments": "2"}))
+    train(journal, HALF + 1, UPDATES)
+    assert journal.close("FINISHED") is None
+    finished = fields(uri, "copied")
+    ended = times(uri, "copied")
+    assert finished["status"] == "FINISHED"
+
+    for name in ("killed", "interrupted"):
+        for named in (True, False):
+            older = str(tmp_path / name)
+            assert sync_run(older, OwnStore(uri), 60.0, named=named) == 0
+            assert fields(uri, "copied") == finished
+            assert times(uri, "copied") == ended
+            assert (
+                "is FINISHED: it was continued from another copy of this directory\n"
+            ) in capsys.readouterr().err
 
 
 @pytest.mark.slow
