@@ -64,8 +64,8 @@ class ListedRun:
         absent: whether the store does not have the run, or does not exist.
         not_shipped: the number of updates whose rows the store lacks, or None if
             unknown.
-        sync_command: the command that uploads what the store lacks, or "" if it lacks
-            nothing or if that is unknown.
+        sync_command: the command that uploads what the store lacks, also if that is
+            unknown, or "" if it lacks nothing or the run is running.
         next_command: the command that continues the run, or else uploads it, or "" if
             there is none.
         older_copy: whether the run was continued in another copy of the run directory.
@@ -527,7 +527,8 @@ def _local_run(
         status = "running"
     else:
         shipped = stored.shipped(summary)
-        if shipped.absent or shipped.lacking or shipped.lacks_end:
+        # Whether the store lacks rows may be unknown; the command then finds out.
+        if shipped.absent or shipped.lacking != 0 or shipped.lacks_end:
             sync = stored.sync_command(run_dir, summary)
         next_command = sync
         has_checkpoint = files.are_in(run_dir / "checkpoints")
@@ -629,6 +630,8 @@ def _missing(run: ListedRun) -> str:
         return "absent from the store"
     if run.not_shipped:
         return f"{count(run.not_shipped, 'update')} not in the store"
+    if run.not_shipped is None:
+        return "unknown whether its store lacks anything"
     if not run.absent:
         return "its end is not in the store"
     return "not in the store"

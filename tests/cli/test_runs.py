@@ -487,6 +487,13 @@ def test_a_run_that_its_store_has_lost_is_absent(tmp_path):
     assert runs["offline"]["next_command"] == offline
     assert runs["offline"]["store"] == "http://127.0.0.1:9"
     assert runs["unknown"]["not_shipped"] is None
+    sync = "pipeline sync unknown tracking.uri=http://127.0.0.1:9"
+    assert runs["unknown"]["sync_command"] == sync
+    line = f"    unknown whether its store lacks anything: {sync}\n"
+    for store in ([], ["tracking.uri=http://127.0.0.1:9"]):
+        with chdir(tmp_path), redirect_stdout(io.StringIO()) as out:
+            runs_command(["unknown", *store])
+        assert out.getvalue().endswith(line)
     # The oldest runs are found, too.
     newest = listed(tmp_path, "--limit", "5")
     assert {name for name, run in newest.items() if run["absent"]} == absent
