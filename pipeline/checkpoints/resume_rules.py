@@ -240,11 +240,7 @@ def _continuation(
         settings = resumed_settings.changed(first, spec.recorded, _schema_values())
         if past.status == "FINISHED" and not _has_other_horizon(recorded, spec):
             if required:
-                rule = (
-                    "has finished: a longer horizon continues it, and pipeline sync "
-                    "uploads what its store lacks"
-                )
-                raise ConfigError(key, rule, str(run_dir))
+                raise ConfigError(key, _finished_rule(run_dir, past), str(run_dir))
             return Continuation(run_dir, key, spec, past, None, finished=True)
 
     # Use a checkpoint from before the first lost row, so that the updates with lost
@@ -288,6 +284,9 @@ def _check_rows_stay_true(
     last = max(past.updates, default=0)
     if last <= done or not _has_other_horizon(recorded, spec):
         return
+    if done and past.status == "FINISHED":
+        rule = _lost_weights_rule(run_dir, done, last)
+        raise ConfigError(key, rule, str(run_dir))
     way_on = "train into another folder"
     if done:
         way_on = f"begin a new run there, with {start_override(run_dir, done)}"
@@ -299,6 +298,36 @@ def _check_rows_stay_true(
     values = spec.resolved["training"]
     horizon = {unit: values[unit] for unit in HORIZONS if values[unit] is not None}
     raise ConfigError(key, rule, horizon)
+
+
+def _finished_rule(run_dir: Path, past: Past) -> str:
+    """Return the rule of the error about a finished run that has its horizon already."""
+    folder = run_dir / "checkpoints"
+    saved = files.saved_updates(folder) or files.saved_updates(folder / files.BEST)
+    last = max(past.updates, default=0)
+    if saved and saved[-1] < last:
+        return _lost_weights_rule(run_dir, saved[-1], last)
+    way_on = "a longer horizon continues it"
+    if not saved:
+        way_on = "it has no checkpoint from which a longer horizon could continue it"
+    return f"has finished: {way_on}, and pipeline sync uploads what its store lacks"
+
+
+def _lost_weights_rule(run_dir: Path, saved: int, last: int) -> str:
+    """Return the rule of the error about a finished run without its last checkpoint.
+
+    The disk may have been full when the checkpoint was to be written.
+
+    Args:
+        run_dir: the run's directory.
+        saved: the update of the last checkpoint.
+        last: the last update with a row.
+    """
+    return (
+        f"cannot be continued: it has finished, with rows up to update {last}, but its "
+        f"last checkpoint is that of update {saved}. To train on from there, begin a "
+        f"new run with the same overrides and {start_override(run_dir, saved)}"
+    )
 
 
 def _has_rows(past: Past, spec: RunSpec, checkpoint: Checkpoint) -> bool:

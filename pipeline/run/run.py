@@ -18,7 +18,7 @@ from pipeline.checkpoints import fork, resume_rules
 from pipeline.checkpoints.files import BEST, Checkpoint, saved_updates
 from pipeline.checkpoints.fork import Beginning, ModelStart
 from pipeline.checkpoints.resume_rules import Continuation
-from pipeline.checkpoints.run_dirs import resume_command
+from pipeline.checkpoints.run_dirs import resume_command, start_override
 from pipeline.common import imports
 from pipeline.common.errors import (
     ConfigError,
@@ -503,7 +503,11 @@ def _unsaved_weights(tracker: Tracker, config: Config) -> list[str]:
         return []
     last_saved = "there is no checkpoint"
     if saved:
-        last_saved = f"the last checkpoint is that of update {saved[-1]}"
+        start = start_override(tracker.run_dir, saved[-1])
+        last_saved = (
+            f"the last checkpoint is that of update {saved[-1]}; to train on from "
+            f"there, begin a new run with the same overrides and {start}"
+        )
     return [f"the weights after update {tracker.updates_done} are lost: {last_saved}"]
 
 

@@ -436,6 +436,14 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
     no_checkpoint = ("hydra.run.dir=none", "training.checkpoint_every=null")
     pipeline("train", *RUN[:-1], *no_checkpoint, cwd=folder)
     shutil.copytree(undisturbed / "run", folder / "done")
+    shutil.copytree(undisturbed / "run", folder / "lost")
+    shutil.rmtree(folder / "lost" / "checkpoints" / str(UPDATES))
+    (saved,) = (path.name for path in (folder / "lost" / "checkpoints").iterdir())
+    lost_weights = (
+        f"RUN cannot be continued: it has finished, with rows up to update {UPDATES}, "
+        f"but its last checkpoint is that of update {saved}. To train on from there, "
+        f"begin a new run with the same overrides and start.run={folder}/lost@{saved}."
+    )
     shutil.copytree(folder / "run", folder / "old")
     old_start = '{"time":1,"start":{"experiment":"e"}}\n'
     (folder / "old" / "journal.jsonl").write_text(old_start)
@@ -481,6 +489,10 @@ def test_what_would_be_another_run_is_rejected(tmp_path, undisturbed):
         "own horizon, since ",
         "done": "RUN has finished: a longer horizon continues it, and pipeline sync uploads what "
         "its store lacks.",
+        "lost": lost_weights,
+        "lost training.updates=50": lost_weights,
+        "none": "RUN has finished: it has no checkpoint from which a longer horizon could "
+        "continue it, and pipeline sync uploads what its store lacks.",
         "old": "RUN must have a journal of format 1 (it was written by an earlier "
         "version).",
     }

@@ -65,6 +65,21 @@ def test_another_error_stays_an_error(capsys):
     assert "not all of the run is in the store sqlite:///x: " in capsys.readouterr().err
 
 
+def test_weights_that_are_lost_are_named_with_the_way_on(tmp_path, capsys):
+    tracker, recorder = parts_of(None)
+    tracker.end = lambda status, failure: None
+    tracker.run_dir = tmp_path
+    tracker.updates_done = 360
+    (tmp_path / "checkpoints" / "80").mkdir(parents=True)
+    with run._closing(tracker, recorder, config_of()):
+        pass
+    assert capsys.readouterr().err.endswith(
+        "the weights after update 360 are lost: the last checkpoint is that of update "
+        "80; to train on from there, begin a new run with the same overrides and "
+        f"start.run={tmp_path}@80\n"
+    )
+
+
 @pytest.mark.parametrize(("every", "value"), [("auto", "auto"), (None, "null")])
 def test_an_interruption_before_the_first_checkpoint_says_what_is_lost(
     every, value, tmp_path, capsys
