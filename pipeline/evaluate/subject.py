@@ -225,8 +225,25 @@ def _checkpoint(run_dir: Path, selected: str, text: str) -> Checkpoint:
             raise ConfigError("RUN", rule, text)
         _check_is_best(run_dir, update, text)
         return files.at(run_dir / "checkpoints" / files.BEST, update)
-    updates_done = int(selected) if selected else None
-    return fork.checkpoint_in(run_dir, text, "RUN", updates_done)
+    if selected:
+        return fork.checkpoint_in(run_dir, text, "RUN", int(selected))
+    checkpoint = fork.checkpoint_in(run_dir, text, "RUN")
+    _say_if_not_last(run_dir, checkpoint.updates_done)
+    return checkpoint
+
+
+def _say_if_not_last(run_dir: Path, saved: int) -> None:
+    """Print a line if a finished run lacks the checkpoint of its last update.
+
+    The disk may have been full when it was to be written.
+    """
+    past = Past.read(run_dir, running=True)
+    updates = past.tags.get("updates", "")
+    if past.status == "FINISHED" and updates.isdecimal() and int(updates) > saved:
+        say(
+            f"these are the weights after update {saved}: the run has finished after "
+            f"update {updates}, but has no checkpoint of it"
+        )
 
 
 def _check_is_best(run_dir: Path, kept: int, text: str) -> None:

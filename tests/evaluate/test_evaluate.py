@@ -21,8 +21,9 @@ from mlflow.entities import Run
 
 from pipeline.common.errors import ConfigError
 from pipeline.dataset.stream import Loader
-from pipeline.evaluate import command_line
+from pipeline.evaluate import command_line, subject
 from pipeline.tracking import journal_file
+from tests.checkpoints.test_files import saved
 from tests.running import Store, one_process, pipeline, start, wait
 from tests.shared import place_store
 
@@ -392,6 +393,28 @@ def test_predictions_go_on_after_a_kill(made, made_wider, tmp_path):
     assert not parts.exists()
     whole = pq.read_table(made.folder / "whole.parquet")
     assert pq.read_table(folder / "out.parquet").equals(whole)
+
+
+def test_weights_that_are_not_the_last_ones_are_named(tmp_path, capsys):
+    """As if the disk had been full when the last checkpoint was to be written."""
+    saved(tmp_path / "checkpoints", 3, 5)
+    start = {"format": 1, "store": "sqlite:///x", "tags": {"journal": "1"}}
+    writer = journal_file.create(tmp_path / journal_file.JOURNAL_NAME)
+    writer.write({"start": start})
+    writer.write({"tags": {"updates": "12"}})
+    checkpoint = subject._checkpoint(tmp_path, "", "run")
+    assert checkpoint.updates_done == 5
+    assert capsys.readouterr().err == ""  # it may still write later checkpoints
+
+    writer.write({"end": "FINISHED"})
+    subject._checkpoint(tmp_path, "5", "run@5")
+    assert capsys.readouterr().err == ""
+    subject._checkpoint(tmp_path, "", "run")
+    assert capsys.readouterr().err == (
+        "these are the weights after update 5: the run has finished after update 12, "
+        "but has no checkpoint of it\n"
+    )
+    writer.close()
 
 
 @pytest.mark.slow
