@@ -6,7 +6,13 @@ import math
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -53,6 +59,9 @@ if TYPE_CHECKING:  # Importing these takes seconds; do it while the store opens.
     from pipeline.training.recorder import Recorder
 
 XLA_TAG = "xla.found"  # tag of a run: the times by which `hardware.xla` was decided
+# Seconds that the end of an interrupted run may take before a line says which
+# checkpoint is written.
+SOON = 1.0
 
 # Receives the record of the data (see `provenance.dataset`), and raises an error to
 # reject the data.
@@ -465,8 +474,12 @@ def _closing(
         recorder.progress.close()
         why = None
         try:
+            announcing: AbstractContextManager[None] = nullcontext()
+            if status == "KILLED" and not is_job_of_sweep:
+                announcing = _announcing_checkpoint(tracker.run_dir)
             if tracker.begun:
-                why = tracker.end(status, failure)
+                with announcing:
+                    why = tracker.end(status, failure)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt | Terminated)
             if status != "FINISHED" or not interrupted:
@@ -489,6 +502,24 @@ def _closing(
         if status == "KILLED" and not is_job_of_sweep:
             every = config.training.checkpoint_every
             say(_resume_line(tracker.run_dir, every, recorder.updates))
+
+
+@contextmanager
+def _announcing_checkpoint(run_dir: Path) -> Iterator[None]:
+    """Print the update of the last checkpoint if the block takes longer.
+
+    The store may be away, and the machine may be taken away before the wait ends. If
+    the store answers, the line that follows soon after has the update.
+    """
+    saved = saved_updates(run_dir / "checkpoints")
+    lines = [f"the checkpoint of update {update} is written" for update in saved[-1:]]
+    timer = threading.Timer(SOON, say, lines)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _unsaved_weights(tracker: Tracker, config: Config) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,6 +64,29 @@ def test_another_error_stays_an_error(capsys):
     ):
         pass
     assert "not all of the run is in the store sqlite:///x: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_wait_for_the_store_says_which_checkpoint_is_written(
+    waits, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(run, "SOON", 0.0 if waits else 60.0)
+    tracker, recorder = parts_of(None)
+    tracker.end = lambda status, failure: time.sleep(0.2)
+    tracker.run_dir = tmp_path
+    (tmp_path / JOURNAL_NAME).touch()
+    for update in (40, 80):
+        (tmp_path / "checkpoints" / str(update)).mkdir(parents=True)
+    recorder.updates = 85
+    with (
+        pytest.raises(KeyboardInterrupt),
+        run._closing(tracker, recorder, config_of(sweep=None)),
+    ):
+        raise KeyboardInterrupt
+    lines = [f"resume from update 80: pipeline resume {tmp_path}"]
+    if waits:
+        lines.insert(0, "the checkpoint of update 80 is written")
+    assert capsys.readouterr().err.splitlines() == lines
 
 
 def test_weights_that_are_lost_are_named_with_the_way_on(tmp_path, capsys):
