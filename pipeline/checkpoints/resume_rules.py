@@ -307,10 +307,15 @@ def _finished_rule(run_dir: Path, past: Past) -> str:
     last = max(past.updates, default=0)
     if saved and saved[-1] < last:
         return _lost_weights_rule(run_dir, saved[-1], last)
-    way_on = "a longer horizon continues it"
     if not saved:
-        way_on = "it has no checkpoint from which a longer horizon could continue it"
-    return f"has finished: {way_on}, and pipeline sync uploads what its store lacks"
+        return (
+            "has finished: it has no checkpoint from which a longer horizon could "
+            "continue it, and pipeline sync uploads what its store lacks"
+        )
+    return (
+        "has finished: a longer horizon continues it, and pipeline sync uploads what "
+        "its store lacks"
+    )
 
 
 def _lost_weights_rule(run_dir: Path, saved: int, last: int) -> str:
