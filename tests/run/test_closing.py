@@ -66,11 +66,11 @@ def test_another_error_stays_an_error(capsys):
     assert "not all of the run is in the store sqlite:///x: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize(("waits", "soon"), [(True, 0.0), (False, 60.0)])
 def test_a_wait_for_the_store_says_which_checkpoint_is_written(
-    waits, tmp_path, capsys, monkeypatch
+    waits, soon, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(run, "SOON", 0.0 if waits else 60.0)
+    monkeypatch.setattr(run, "SOON", soon)
     tracker, recorder = parts_of(None)
     tracker.end = lambda status, failure: time.sleep(0.2)
     tracker.run_dir = tmp_path
