@@ -17,6 +17,7 @@ from pipeline.components import excluded_variables, scaling, stage_rates
 from pipeline.config.plan import ENDLESS, Plan
 from pipeline.config.resolve import RunSpec
 from pipeline.config.schema import Rule
+from pipeline.config.sizes import REST
 from pipeline.trust import instantiate
 
 # The minimum of each length in a schedule, in updates. A warm-up must also be no longer
@@ -28,6 +29,7 @@ _LEAST = {
     "first_decay_steps": 1,
     "total_steps": 1,
 }
+_DECAY = "decay_steps"
 # Parameters of schedules that are learning rates.
 _RATES = {
     "end_learning_rate",
@@ -119,17 +121,18 @@ def build_schedule(node: DictConfig, updates: int, reference: float = 1.0) -> An
 
     Args:
         node: the `schedule` group of the config.
-        updates: the horizon in updates; a length such as `5%` is a share of it.
+        updates: the horizon in updates; a length such as `5%` is a share of it, and a
+            decay of `rest` has all of it after the warm-up.
         reference: factor by which the length of a warm-up is multiplied.
 
     Raises:
         ConfigError: a length or the target is invalid, or the boundaries do not rise.
     """
-    lengths = OmegaConf.create(
-        _in_updates(
-            OmegaConf.to_container(node, resolve=True), updates, "schedule", reference
-        )
-    )
+    container = OmegaConf.to_container(node, resolve=True)
+    in_updates = _in_updates(container, updates, "schedule", reference)
+    if in_updates.get(_DECAY) == REST:
+        in_updates[_DECAY] = _rest(in_updates.get("warmup_steps"), updates)
+    lengths = OmegaConf.create(in_updates)
     assert isinstance(lengths, DictConfig)
     lengths.pop("clock", None)
     if isinstance(node.get("boundaries"), ListConfig):
@@ -393,15 +396,32 @@ def _share_in_updates(text: str, updates: int, key: str) -> int:
     except ValueError:
         rule = "must be a share of the horizon such as 5%"
         raise ConfigError(key, rule, text) from None
+    _check_horizon(updates, key, text)
+    if not 0 <= share <= 1:
+        raise ConfigError(key, "must be from 0% to 100%", text)
+    return max(1, round(share * updates))
+
+
+def _rest(warmup: Any, updates: int) -> int:
+    """Return the number of updates, at least 1, that a warm-up leaves of the horizon.
+
+    Raises:
+        ConfigError: the horizon is unknown.
+    """
+    _check_horizon(updates, f"schedule.{_DECAY}", REST)
+    if not isinstance(warmup, int):  # there is none, or Keras rejects it
+        warmup = 0
+    return max(1, updates - warmup)
+
+
+def _check_horizon(updates: int, key: str, text: str) -> None:
+    """Raise a `ConfigError` if the horizon, on which a length depends, is unknown."""
     if updates == ENDLESS:
         rule = (
             "must be a number of updates if the length of an epoch is not known, or "
             "training.updates must be set"
         )
         raise ConfigError(key, rule, text)
-    if not 0 <= share <= 1:
-        raise ConfigError(key, "must be from 0% to 100%", text)
-    return max(1, round(share * updates))
 
 
 def _checked_length(value: Any, updates: int, key: str, reference: float) -> Any:

@@ -202,6 +202,10 @@ def _nearest_factors(share: int, factor: int) -> list[int]:
     return sorted(nearest[:3])
 
 
+# The length of a decay in a schedule: all updates after the warm-up.
+REST = "rest"
+
+
 class Horizon(NamedTuple):
     """The length of a run: `unit` is one of `HORIZONS`."""
 

@@ -200,8 +200,11 @@ def decides_rates(config: Mapping[str, Any], links: Mapping[str, str]) -> bool:
     groups = {name: config.get(name) or {} for name in ("schedule", "scaling")}
     for value in plain.leaves(groups).values():
         entries = value if isinstance(value, list) else [value]
-        if any(isinstance(entry, str) and entry.endswith("%") for entry in entries):
-            return True
+        for entry in entries:
+            if not isinstance(entry, str):
+                continue
+            if entry.endswith("%") or entry == sizes.REST:
+                return True
     for link in links.values():
         if any(f"${{{key}}}" in link for key in KEYS):
             return True

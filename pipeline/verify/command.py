@@ -272,6 +272,12 @@ def _compare(
         subjects.append(f"{subjects[-1]}, other weights")
 
     rule = f"must be able to compute an update in {precision}, which verify uses"
+    for variable in parts.model.trainable_variables:
+        if variable.dtype != precision:
+            rule += (
+                f"; {variable.path} is in {variable.dtype}, by the dtype of its layer"
+            )
+            break
     comparisons = []
     with (
         layers.without_noise(parts.model, parts.forward.drawing_by_position) as quiet,

@@ -13,6 +13,7 @@ import tensorflow as tf
 from pipeline.common.errors import ConfigError
 from pipeline.components import optimizer
 from pipeline.config.compose import directory
+from pipeline.config.plan import ENDLESS
 from pipeline.config.resolve import resolve
 from pipeline.config.sizes import derive
 from tests.composing import config_of
@@ -305,6 +306,25 @@ def test_a_share_is_at_least_one_update(share, updates):
         config_of("schedule=exponential", f"schedule.decay_steps={share}").schedule, 200
     )
     assert schedule.decay_steps == updates
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warmup", "decay"),
+    [
+        ([], 6, 114),
+        (["schedule.warmup_steps=50"], 50, 70),
+        (["schedule.warmup_steps=10%"], 12, 108),
+        (["schedule.warmup_steps=120"], 120, 1),
+        (["schedule=wsd", "schedule.decay_steps=rest"], 6, 114),
+    ],
+)
+def test_a_decay_takes_the_updates_that_the_warm_up_leaves(overrides, warmup, decay):
+    """With a warm-up of 50 updates, the cosine ended far above zero."""
+    node = config_of(*overrides).schedule
+    schedule = optimizer.build_schedule(node, 120)
+    assert (schedule.warmup_steps, schedule.decay_steps) == (warmup, decay)
+    with pytest.raises(ConfigError, match="must be a number of updates if the length"):
+        optimizer.build_schedule(node, ENDLESS)
 
 
 @pytest.mark.parametrize(

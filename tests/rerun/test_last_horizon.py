@@ -19,7 +19,8 @@ from tests.shared import place_store
 FIRST = {"after": 0, "horizon": "training.epochs=600", "updates": 7200}
 LAST = {"after": 399, "horizon": "training.epochs=70", "updates": 840}
 CONSTANT = {"schedule": {"learning_rate": 0.1}}
-COSINE = {"schedule": {"decay_steps": "95%"}}
+COSINE = {"schedule": {"decay_steps": "rest"}}
+OLDER_COSINE = {"schedule": {"decay_steps": "95%"}}
 
 
 def requested(config, tags, *overrides, status="FINISHED"):
@@ -39,7 +40,8 @@ def tags_of(*entries):
 def test_the_last_horizon_is_taken_where_only_the_length_depends_on_it():
     both = tags_of(FIRST, LAST)
     assert requested(CONSTANT, both, "seed=1") == ["seed=1", "training.epochs=70"]
-    assert requested(COSINE, tags_of(LAST)) == ["training.epochs=70"]
+    for cosine in (COSINE, OLDER_COSINE):
+        assert requested(cosine, tags_of(LAST)) == ["training.epochs=70"]
     # The user decides.
     assert requested(COSINE, both, "training.updates=9") == ["training.updates=9"]
     assert requested(COSINE, {}) == []

@@ -161,6 +161,31 @@ def test_a_layer_that_does_not_run_in_float64_is_rejected_by_its_name(tmp_path):
     )
 
 
+@pytest.mark.slow
+def test_weights_of_another_precision_are_named_if_an_update_fails(tmp_path):
+    """Keras cannot clip gradients of several precisions by their global norm."""
+    (tmp_path / "mine.py").write_text(
+        "import keras\n"
+        "def network(input_shape, classes):\n"
+        "    inputs = keras.Input(input_shape)\n"
+        "    hidden = keras.layers.Dense(8)(keras.layers.Flatten()(inputs))\n"
+        "    head = keras.layers.Dense(classes, dtype='float32', name='head')\n"
+        "    return keras.Model(inputs, head(hidden))\n"
+    )
+    own = (
+        "~model.hidden",
+        "~model.dropout",
+        "~model.l2",
+        "model._target_=mine.network",
+        "optimizer.global_clipnorm=1.0",
+    )
+    done = pipeline("verify", "model=mlp", *own, cwd=tmp_path, status=2)
+    line = (
+        "verify uses; head/kernel is in float32, by the dtype of its layer (TypeError"
+    )
+    assert line in done.stderr
+
+
 def test_a_wrong_config_is_rejected(tmp_path):
     done = pipeline("verify", "accumulation.factor=0", cwd=tmp_path, status=2)
     error = "pipeline: accumulation.factor must be at least 1. Received: 0.\n"
