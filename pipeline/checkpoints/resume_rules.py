@@ -24,7 +24,7 @@ from pipeline.common.sqlite_uri import absolute
 from pipeline.config import key_kinds
 from pipeline.config.model_uris import MODEL
 from pipeline.config.overrides import keys_set
-from pipeline.config.plain import leaves, plain
+from pipeline.config.plain import leaves, plain, value_at
 from pipeline.config.plan import RunPlan
 from pipeline.config.resolve import FUSED_ATTENTION, XLA_LENGTHS, RunSpec
 from pipeline.config.schema import Config
@@ -499,6 +499,9 @@ def changes(recorded: dict[str, Any], spec: RunSpec, past: Past) -> list[str]:
         now = values_now.get(key)
         facts = key_kinds.facts_of(key)
         if then == now or facts.kind in key_kinds.WHERE_AND_HOW:
+            continue
+        # The lines of the entries say that a mapping is no longer empty.
+        if then == {} and value_at(spec.recorded, key):
             continue
         if facts.fixed:
             raise ConfigError(key, f"must be that of the run, {then!r}", now)

@@ -61,6 +61,10 @@ def test_the_lines_of_a_resume_compare_with_the_last_segment():
         "training.evaluate_every epoch (was 3)",
         "training.callbacks.stop._target_ None (was keras.callbacks.TerminateOnNaN)",
     ]
+    assert resume_rules.changes(first.recorded, last, past) == [
+        "training.evaluate_every 3 (was epoch)",
+        "training.callbacks.stop._target_ keras.callbacks.TerminateOnNaN (was None)",
+    ]
 
 
 def test_a_rerun_names_the_settings_of_later_segments():
