@@ -139,7 +139,8 @@ def sweep(arguments: Sequence[str]) -> int:
         command += [f"--allow={entry}" for entry in options.allow]
         return command
 
-    return train_composed(["-m", *file, *overrides], command_again)
+    line = ["-m", *file, *overrides]
+    return train_composed(line, command_again, dry=options.dry)
 
 
 def _unknown_sweep(
@@ -165,6 +166,11 @@ def _sweep_parser(files: Any) -> Parser:
         help="run only the jobs of SWEEP that have not finished; SWEEP is the folder of "
         "a sweep, the start of its ID, the name of its run, or NAME, which stands for "
         "the newest sweep of that name",
+    )
+    parser.add_argument(
+        "--dry",
+        action="store_true",
+        help="check and list the jobs, and run none of them",
     )
     parser.add_argument(
         "--allow",
@@ -260,7 +266,9 @@ def _lines_of_kept_keys(file: Path, overrides: Sequence[str]) -> list[str]:
     return lines
 
 
-def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int:
+def train_composed(
+    arguments: Sequence[str], command_again: CommandAgain, *, dry: bool = False
+) -> int:
     """Train the run, or the jobs of the sweep, that Hydra composes.
 
     If jobs of a sweep did not finish, the command that runs them is printed.
@@ -268,6 +276,7 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
     Args:
         arguments: Hydra's arguments.
         command_again: returns the command that runs the jobs that did not finish.
+        dry: whether to only list the jobs of a sweep.
 
     Returns:
         The exit status.
@@ -277,7 +286,7 @@ def train_composed(arguments: Sequence[str], command_again: CommandAgain) -> int
         # Restrict the places of artifacts: a reopened sweep reads from its store, which
         # is not trusted.
         arguments.append("tracking.confined=true")
-    current = session.Session()
+    current = session.Session(dry=dry)
     try:
         hydra_job.run(partial(hydra_job.in_run_dir, run_one), arguments, current)
     except BaseException as error:

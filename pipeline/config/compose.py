@@ -4,6 +4,8 @@ import argparse
 import logging
 import os
 import re
+import tempfile
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
@@ -307,6 +309,11 @@ class RunFolders(Callback):
             # before a job calls `prepare`.
             _expand_home(config)
             current = session()
+            if current.dry:
+                # Hydra writes a file into the folder of a sweep.
+                folder = Path(tempfile.gettempdir(), f"pipeline-{uuid.uuid4().hex}")
+                with read_write(config):
+                    config.hydra.sweep.dir = str(folder)
             current.key = key
             current.run_dir = folder
             current.new_folders = [

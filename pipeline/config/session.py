@@ -25,6 +25,7 @@ class Session:
         run_dir: the run directory, which is the value of this key.
         new_folders: the folders that Hydra creates for `run_dir`, innermost first.
         sweep: the running sweep of a multirun; None until its parent run exists.
+        dry: whether a multirun only lists its jobs.
     """
 
     config_dir: str | None = None
@@ -32,6 +33,7 @@ class Session:
     run_dir: Path = Path()
     new_folders: Sequence[Path] = ()
     sweep: Any = None
+    dry: bool = False
 
     @contextmanager
     def checking_folder(self) -> Iterator[None]:

@@ -3,6 +3,8 @@
 A launcher plans the jobs of a batch, and runs those that have not finished:
 
     plan ─► slots ─► prepare ─► parent run ─► backend ─► `JobBatch`
+
+With `--dry`, it only lists the jobs after the second step.
 """
 
 import os
@@ -27,11 +29,12 @@ from pipeline.checkpoints.run_dirs import by_id
 from pipeline.common.errors import ConfigError, count, say
 from pipeline.common.secrets import mask
 from pipeline.common.signals import Terminated
+from pipeline.config import session
 from pipeline.config.overrides import hydra_quoted
 from pipeline.config.plain import leaves
 from pipeline.config.resolve import RunSpec, resolve
 from pipeline.config.schema import HardwareConfig
-from pipeline.sweep import again, mlflow_view, opening, sweep_size
+from pipeline.sweep import again, dry_run, mlflow_view, opening, sweep_size
 from pipeline.sweep.ending import WORST
 from pipeline.sweep.job_batch import Backend, JobBatch, Slot
 from pipeline.sweep.job_names import job_names
@@ -53,6 +56,7 @@ class SweepPlan:
     jobs: dict[str, Sequence[str]]  # overrides by the job's name
     varied: list[str]  # config keys that the sweep varies
     hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
+    sizes_of_jobs: list[str]  # the sizes of each job, in words
 
 
 class SweepLauncher(Launcher):
@@ -80,13 +84,20 @@ class SweepLauncher(Launcher):
         close their runs.
 
         Raises:
-            ConfigError: a grid has no jobs, or too many.
+            ConfigError: a grid has no jobs, or too many, or `--dry` is given for a
+                search.
         """
         self.config = config
         self.hydra_context = hydra_context
         self.task_function = task_function
         if config.hydra.sweeper._target_ == _GRID:
             sweep_size.check(_parsed(self._sweep_overrides()))
+        elif session.session().dry:
+            rule = (
+                "must be left out of a search, whose jobs are chosen by the results of "
+                "earlier jobs"
+            )
+            raise ConfigError("--dry", rule)
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, _terminate)
@@ -96,7 +107,8 @@ class SweepLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         """Run the jobs of a batch that have not finished; return the loss of each job.
 
-        The first call creates or reopens the parent run.
+        The first call creates or reopens the parent run. With `--dry`, only print the
+        jobs.
 
         Args:
             job_overrides: the overrides of each job.
@@ -117,6 +129,10 @@ class SweepLauncher(Launcher):
             raise ConfigError("override", rule, " ".join(map(str, swept)))
         plan = self.plan(job_overrides, initial_job_idx)
         slots = [Slot(gpus) for gpus in self._slots(plan.hardware_of_jobs)]
+        if session.session().dry:
+            sizes_by_job = dict(zip(plan.jobs, plan.sizes_of_jobs, strict=True))
+            dry_run.show(self.config, sizes_by_job)
+            return [completed_with(WORST) for _ in plan.jobs]
         self._prepare()
 
         is_first_batch = self.sweep is None
@@ -179,11 +195,13 @@ class SweepLauncher(Launcher):
             ConfigError: the config of a job is invalid.
         """
         hardware_of_jobs = []
+        sizes_of_jobs = []
         batch_sizes = []
         values_of_jobs = []
         for overrides in job_overrides:
             spec = self._resolve(overrides)
             hardware_of_jobs.append(spec.config.hardware)
+            sizes_of_jobs.append(dry_run.sizes(spec))
             batch_sizes.append(spec.batching.effective_batch_size)
             values_of_jobs.append(_values_by_key(overrides))
 
@@ -193,7 +211,7 @@ class SweepLauncher(Launcher):
             varied_values.append({key: values[key] for key in varied if key in values})
         names = job_names(varied_values, batch_sizes, first)
         jobs = dict(zip(names, job_overrides, strict=True))
-        return SweepPlan(jobs, varied, hardware_of_jobs)
+        return SweepPlan(jobs, varied, hardware_of_jobs, sizes_of_jobs)
 
     def _varied_keys(self, values_of_jobs: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, given each job's values by key."""

@@ -751,6 +751,10 @@ CONFIG = {
         "arguments of pipeline sweep cannot be read (argument --again: expected one "
         "argument): see pipeline sweep --help."
     ),
+    "sweep search_learning_rate --dry": (
+        "--dry must be left out of a search, whose jobs are chosen by the results of "
+        "earlier jobs."
+    ),
     "sweep seeds --config-dir nope": (
         "--config-dir must be a folder that exists. Received: 'nope'."
     ),
