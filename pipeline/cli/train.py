@@ -35,6 +35,8 @@ if TYPE_CHECKING:  # importing it takes a second
 CommandAgain = Callable[[str], list[str]]
 _HELP = {"--help", "-h"}
 _MULTIRUN = {"--multirun", "-m"}
+# Options with which Hydra does something else than to run a sweep.
+_OTHER_MODES = {"--cfg", "-c", "--info", "-i", "--run", "-r"}
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -111,6 +113,14 @@ def sweep(arguments: Sequence[str]) -> int:
     """
     files = sweep_files()
     options, rest = _sweep_parser(files).parse_known_args(list(arguments) or [""])
+    for word in rest:
+        if word.partition("=")[0] in _OTHER_MODES:
+            rule = (
+                "must be left out of a sweep, which has a config for each job: --dry "
+                "lists the jobs, and `pipeline train OVERRIDES --cfg job` prints the "
+                "config of one"
+            )
+            raise ConfigError(word, rule)
     # Convert the overrides to the form in which a sweep records them.
     rest = compose.as_text(rest)
     if options.again:

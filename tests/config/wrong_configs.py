@@ -751,6 +751,10 @@ CONFIG = {
         "arguments of pipeline sweep cannot be read (argument --again: expected one "
         "argument): see pipeline sweep --help."
     ),
+    "sweep seeds --cfg job": (
+        "--cfg must be left out of a sweep, which has a config for each job: --dry lists "
+        "the jobs, and `pipeline train OVERRIDES --cfg job` prints the config of one."
+    ),
     "sweep search_learning_rate --dry": (
         "--dry must be left out of a search, whose jobs are chosen by the results of "
         "earlier jobs."
