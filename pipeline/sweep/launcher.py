@@ -57,6 +57,7 @@ class SweepPlan:
     varied: list[str]  # config keys that the sweep varies
     hardware_of_jobs: list[HardwareConfig]  # the `hardware` group of each job
     sizes_of_jobs: list[str]  # the sizes of each job, in words
+    experiment: str  # the experiment in MLflow of all jobs
 
 
 class SweepLauncher(Launcher):
@@ -70,6 +71,7 @@ class SweepLauncher(Launcher):
     hydra_context: HydraContext
     task_function: TaskFunction
     sweep: RunningSweep | None = None  # None until the first batch is launched
+    experiment: str | None = None  # that of the jobs; None until the first batch
 
     def setup(
         self,
@@ -178,7 +180,9 @@ class SweepLauncher(Launcher):
     def _opened_sweep(self, plan: SweepPlan) -> RunningSweep:
         """Open the sweep for its first batch, or add the jobs of a later batch."""
         if self.sweep is None:
-            self.sweep = opening.open_sweep(self.config, plan.jobs, plan.varied)
+            self.sweep = opening.open_sweep(
+                self.config, plan.jobs, plan.varied, plan.experiment
+            )
             mlflow_view.announce(self.sweep.parent, self.sweep.closed)
         else:
             self.sweep.parent.plan(plan.jobs, plan.varied)
@@ -192,15 +196,18 @@ class SweepLauncher(Launcher):
             first: number of the first job.
 
         Raises:
-            ConfigError: the config of a job is invalid.
+            ConfigError: the config of a job is invalid, or the jobs of a new sweep are
+                in different experiments.
         """
         hardware_of_jobs = []
+        experiments = []
         sizes_of_jobs = []
         batch_sizes = []
         values_of_jobs = []
         for overrides in job_overrides:
             spec = self._resolve(overrides)
             hardware_of_jobs.append(spec.config.hardware)
+            experiments.append(str(spec.config.tracking.experiment))
             sizes_of_jobs.append(dry_run.sizes(spec))
             batch_sizes.append(spec.batching.effective_batch_size)
             values_of_jobs.append(_values_by_key(overrides))
@@ -211,7 +218,27 @@ class SweepLauncher(Launcher):
             varied_values.append({key: values[key] for key in varied if key in values})
         names = job_names(varied_values, batch_sizes, first)
         jobs = dict(zip(names, job_overrides, strict=True))
-        return SweepPlan(jobs, varied, hardware_of_jobs, sizes_of_jobs)
+        experiment = self._common_experiment(experiments)
+        return SweepPlan(jobs, varied, hardware_of_jobs, sizes_of_jobs, experiment)
+
+    def _common_experiment(self, experiments: Sequence[str]) -> str:
+        """Return the experiment in MLflow of all jobs of a sweep.
+
+        The parent run is in this experiment, too, and its jobs are looked for only
+        there. The jobs of a reopened sweep get the experiment of the parent run.
+
+        Raises:
+            ConfigError: the jobs of a new sweep, including those of earlier batches,
+                are in different experiments.
+        """
+        if self.experiment is None:
+            self.experiment = experiments[0]
+        for experiment in experiments:
+            if experiment != self.experiment and not self.config.tracking.sweep:
+                rule = "must be the same for all jobs of a sweep"
+                known = [self.experiment]
+                raise ConfigError("tracking.experiment", rule, experiment, known)
+        return self.experiment
 
     def _varied_keys(self, values_of_jobs: Sequence[Mapping[str, str]]) -> list[str]:
         """Return the keys that the sweep varies, given each job's values by key."""

@@ -39,7 +39,10 @@ _CLAIM_LASTS = 30.0
 
 
 def open_sweep(
-    config: DictConfig, names: Collection[str], varied: Sequence[str]
+    config: DictConfig,
+    names: Collection[str],
+    varied: Sequence[str],
+    experiment: str,
 ) -> RunningSweep:
     """Create the parent run of a new sweep, or reopen that of `tracking.sweep`.
 
@@ -50,6 +53,7 @@ def open_sweep(
         config: the config of the multirun.
         names: the names of the jobs in the first batch.
         varied: the config keys that the sweep varies.
+        experiment: the name of the experiment of a new sweep.
 
     Raises:
         ConfigError: the sweep cannot be reopened, or another process works on it.
@@ -57,7 +61,7 @@ def open_sweep(
     if config.tracking.sweep:
         sweep = reopen(config, names, varied)
     else:
-        sweep = _create(config, len(names), varied)
+        sweep = _create(config, len(names), varied, experiment)
     say_id(sweep.parent.run_id)
     # From now on, the command line closes the sweep, even if the next lines fail.
     session.session().sweep = sweep
@@ -78,14 +82,16 @@ def _lock_folder(parent: ParentRun, config: DictConfig) -> None:
     parent.client().set_tag(parent.run_id, sweep_file.PROCESS, process_id)
 
 
-def _create(config: DictConfig, jobs: int, varied: Sequence[str]) -> RunningSweep:
+def _create(
+    config: DictConfig, jobs: int, varied: Sequence[str], experiment: str
+) -> RunningSweep:
     """Create the parent run of a new sweep of `jobs` jobs, with its tags and params."""
     from mlflow.entities import Param
 
     from pipeline.tracking.store import Store
 
     store = Store(config.tracking.uri)
-    experiment_id = store.experiment(str(config.tracking.experiment))
+    experiment_id = store.experiment(experiment)
 
     # `recordable` leaves out the store, whose URI may hold a password: `--again` gets it
     # from the user's config.

@@ -489,6 +489,35 @@ REJECTED = {
 }
 
 
+EXPERIMENT = """# @package _global_
+defaults: [quick, _self_]
+tracking: {{experiment: {name}}}
+"""
+
+
+@pytest.mark.slow
+def test_jobs_whose_config_names_their_experiment_have_their_parent_there(tmp_path):
+    """The runs were in another experiment than their parent, where none was found."""
+    folder = tmp_path / "conf" / "experiment"
+    folder.mkdir(parents=True)
+    for file, name in {"a": "tickets", "b": "tickets", "c": "other"}.items():
+        (folder / f"{file}.yaml").write_text(EXPERIMENT.format(name=name))
+    train = ("train", "-m", "training.epochs=1", "tracking.log_model=false")
+
+    rejected = pipeline(*train, "experiment=a,c", cwd=tmp_path, status=2)
+    rule = "tracking.experiment must be the same for all jobs of a sweep"
+    assert rejected.stderr.splitlines()[-1] == (
+        f"pipeline: {rule}. Received: 'other'. Choices: tickets."
+    )
+    assert not (tmp_path / "mlruns").exists()
+
+    done = pipeline(*train, "experiment=a,b", cwd=tmp_path)
+    assert "2 of 2 jobs finished" in done.stdout + done.stderr
+    parent, *children = Store(tmp_path).runs("tickets")
+    assert parent.data.tags["sweep.name"] == "multirun"
+    assert len(children) == 2
+
+
 @pytest.mark.slow
 def test_one_wrong_job_refuses_the_sweep_and_leaves_nothing(tmp_path):
     results = one_process({line: line for line in REJECTED}, tmp_path)
