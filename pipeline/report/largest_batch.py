@@ -43,8 +43,11 @@ class BatchCosts:
             whose judged jobs all reached it, at least one of them at its first point.
         begun_at_target: the batches with a judged job that was at the target before its
             first update. The cost of such a job is 0.
-        horizons: the minimum number of examples seen by the jobs of a batch, by batch.
-            NaN if the number is unknown for one of these jobs.
+        lower_bounds: a lower bound on the number of examples to the target, by batch:
+            the minimum over its jobs of the examples until the target, or until the end
+            for a job that did not reach it. NaN if the number is unknown for a job.
+        partly: how many jobs of a batch reached the target, such as `2 of 3 jobs`, for
+            each batch of which some did and some did not.
         fit: the trade-off between examples and updates, or None if it cannot be fitted;
             see `statistics.tradeoff`.
     """
@@ -57,7 +60,8 @@ class BatchCosts:
     by_seed: dict[int, Values]
     bounds: dict[int, float]
     begun_at_target: list[int]
-    horizons: dict[int, float]
+    lower_bounds: dict[int, float]
+    partly: dict[int, str]
     fit: Tradeoff | None
 
     @property
@@ -144,14 +148,19 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     by_seed: dict[int, Values] = {}
     bounds = {}
     begun_at_target = []
-    horizons = {}
+    lower_bounds = {}
+    partly = {}
     means = []
     target = sweep.target
     for batch in batches:
         batch_jobs = jobs_by_batch[batch]
-        horizons[batch] = float(np.min([job.horizon for job in batch_jobs]))
+        least = [_least_examples(sweep, job) for job in batch_jobs]
+        lower_bounds[batch] = float(np.min(least))
         if target is None:
             continue
+        share = target.share_that_reached(batch_jobs)
+        if share:
+            partly[batch] = share
         bound = target.bound(batch_jobs, "examples")
         if bound is not None:
             bounds[batch] = bound
@@ -179,9 +188,17 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
         by_seed=by_seed,
         bounds=bounds,
         begun_at_target=begun_at_target,
-        horizons=horizons,
+        lower_bounds=lower_bounds,
+        partly=partly,
         fit=fit,
     )
+
+
+def _least_examples(sweep: SweepResult, job: JobResult) -> float:
+    """Return the examples of a job until the target, or else until its end."""
+    if sweep.target is not None and job.name in sweep.target.costs:
+        return sweep.cost(job, "examples")
+    return job.horizon
 
 
 def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
@@ -220,6 +237,12 @@ def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
             "Which effective batch still pays cannot be determined if fewer than two "
             "batches reached the target."
         )
+        if costs.partly:
+            shares = [f"{share} of {batch}" for batch, share in costs.partly.items()]
+            text = (
+                f"{costs.prefix}{text[:-1]} with each of their jobs; only "
+                f"{joined(shares)} reached it."
+            )
         return SweepFinding("largest_batch", text)
 
     critical = None
@@ -285,8 +308,9 @@ def interval_of_largest(costs: BatchCosts) -> tuple[int, int]:
       end. This is a fixed-sequence test of intersection–union tests (Maurer et al.
       1995; Berger 1982), so the chance of error is not divided.
 
-    A batch that did not reach the target may pay, unless its jobs saw more than `PAYS`
-    times the minimum number of examples. With one seed no ratio is significant, so the
+    A batch with a job that did not reach the target may pay, unless all of its jobs saw
+    more than `PAYS` times the minimum number of examples, until they reached the target
+    or until their end. With one seed no ratio is significant, so the
     interval begins at the smallest batch and ends at the largest that may pay.
     """
     lowest = costs.batches[0]
@@ -321,7 +345,7 @@ def _may_pay(costs: BatchCosts, batch: int) -> bool:
     """
     if batch not in costs.examples:
         fewest = costs.examples[costs.cheapest].mean
-        return not costs.horizons[batch] > PAYS * fewest
+        return not costs.lower_bounds[batch] > PAYS * fewest
     excesses = _excesses(costs, batch)
     tail = CHANCE / 2 / len(excesses)
     return all(excess.value - excess.half_width(tail) <= 0 for excess in excesses)
@@ -366,6 +390,8 @@ def _why_it_pays(costs: BatchCosts, largest: int) -> str:
     saved += f"{number(costs.updates[smallest])} at {smallest})"
     if largest == smallest:
         saved = f"in {updates} updates; no smaller batch reached the target"
+        if any(batch < smallest for batch in costs.partly):
+            saved += " with each of its jobs"
         if largest == costs.batches[0]:
             saved = f"in {updates} updates; it is the smallest batch that was tried"
     return (
@@ -388,7 +414,11 @@ def _what_larger_ones_cost(costs: BatchCosts, largest: int) -> str:
             )
     for batch in costs.batches:
         if batch > largest and batch not in costs.examples:
-            clauses.append(f"{batch} did not reach the target")
+            share = costs.partly.get(batch)
+            if share:
+                clauses.append(f"{batch} reached the target in only {share}")
+            else:
+                clauses.append(f"{batch} did not reach the target")
     if not clauses:
         return " It is the largest that was tried, so the limit may be higher."
     return f" {joined(clauses)}."

@@ -47,6 +47,9 @@ class Column:
     scale: Scale = PLAIN  # units on the page; jobs.csv has base units
     # Returns whether the value of a job is only an upper bound.
     is_bound: Callable[[JobResult], bool] = lambda job: False
+    # Returns how many of some jobs have a value, such as "2 of 3 jobs", if this has to
+    # be said.
+    share: Callable[[list[JobResult]], str] = lambda jobs: ""
 
 
 @dataclass(frozen=True)
@@ -94,12 +97,18 @@ def _target_column(
     """Return the column with the cost of reaching the target along `axis`.
 
     The cost is an upper bound for a job that met the target at its first evaluation.
+    A mean over only some of the jobs says so.
     """
 
     def is_bound(job: JobResult) -> bool:
         return sweep.target is not None and job.name in sweep.target.at_first
 
-    return Column(name, lambda job: sweep.cost(job, axis), scale, is_bound)
+    def share(jobs: list[JobResult]) -> str:
+        if sweep.target is None:
+            return ""
+        return sweep.target.share_that_reached(jobs)
+
+    return Column(name, lambda job: sweep.cost(job, axis), scale, is_bound, share)
 
 
 def _updates(job: JobResult) -> float:
@@ -132,6 +141,9 @@ def _mean_cell(jobs: list[JobResult], column: Column) -> str:
     if spread is None:
         return "–"
     text = _unbroken(spread, column.scale)
+    share = column.share(jobs)
+    if share:
+        text += f" ({share})"
     if any(column.is_bound(job) for job in jobs):
         return f"≤{_NO_BREAK_SPACE}{text}"
     return text

@@ -54,6 +54,17 @@ class TargetLoss:
             return None
         return pooled(judged, lambda job: self.costs[job.name][axis])
 
+    def share_that_reached(self, jobs: list[JobResult]) -> str:
+        """Return how many of the judged jobs among `jobs` reached it: `2 of 3 jobs`.
+
+        Return an empty string if all or none of them did.
+        """
+        judged = [job for job in jobs if job.name in self.judged]
+        reached = [job for job in judged if job.name in self.costs]
+        if len(reached) in (0, len(judged)):
+            return ""
+        return f"{len(reached)} of {len(judged)} jobs"
+
     def bound(self, jobs: list[JobResult], axis: str) -> float | None:
         """Return an upper bound on the costs of the judged jobs among `jobs`.
 

@@ -384,6 +384,44 @@ def test_a_batch_that_ended_early_may_pay():
     costs = batch_costs(early, "", early.jobs)
     assert 512 not in costs.examples
     assert largest_batch.interval_of_largest(costs) == (256, 512)
+    text = first_on(early, "largest_batch").text
+    assert " 512 did not reach the target." in text
+
+
+def with_early_end(seed: int, points: int) -> SweepResult:
+    """Return a sweep of three seeds in which one job of the batch 512 ends early.
+
+    With this critical batch, 512 needs more than four times as many examples as 32.
+    """
+    sweep = sweep_with_costs(np.random.default_rng(2), critical=100.0, noise=0.01)
+    jobs = []
+    for job in sweep.jobs:
+        if job.name.endswith(f"batch=512 seed={seed}"):
+            job = cut_after(job, points)
+        jobs.append(job)
+    return synthetic.swept(jobs)
+
+
+def test_how_many_seeds_of_a_batch_reached_the_target_is_named():
+    # It ends after 2.2 times the examples of the batch 32, less than half of the way
+    # down.
+    sweep = with_early_end(seed=1, points=10)
+    finding = first_on(sweep, "largest_batch")
+    assert " 512 reached the target in only 2 of 3 jobs." in finding.text
+    assert finding.figures["interval"][1] == 128
+
+    table_of_groups = table.groups_table(sweep)
+    for heading in ("updates to target", "examples to target"):
+        column = table_of_groups.head.index(heading)
+        *others, last = [row[column] for row in table_of_groups.rows]
+        assert last.endswith(" (2 of 3 jobs)")
+        assert not any("jobs" in cell for cell in others)
+
+
+def test_a_batch_whose_seeds_reached_the_target_in_part_may_pay():
+    """The job that ended early read as many examples as the smallest batch needed."""
+    early = with_early_end(seed=1, points=4)
+    assert first_on(early, "largest_batch").figures["interval"][1] == 512
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -402,7 +440,7 @@ def test_a_batch_of_unknown_length_may_pay_in_any_order(order):
 
     sweep = synthetic.swept([*jobs, *jobs_of_512[::order]])
     costs = batch_costs(sweep, "", sweep.jobs)
-    assert math.isnan(costs.horizons[512])
+    assert math.isnan(costs.lower_bounds[512])
     _, largest_that_may_pay = largest_batch.interval_of_largest(costs)
     assert largest_that_may_pay == 512
 
