@@ -441,23 +441,33 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
     )
 
 
+def _rule_of_some(target: TargetLoss) -> str:
+    """Return how a target was chosen that not all judged jobs reached."""
+    way_down = "half of the way down from the first to the lowest loss"
+    if target.by_half:
+        far = len(target.judged) - target.near
+        return (
+            f"it is the lowest loss that half of them reached, as {far} of them got "
+            f"less than {way_down}"
+        )
+    return (
+        "it is the lowest loss that was reached by every job that got at least "
+        f"{way_down}"
+    )
+
+
 def _target_sentence(sweep: SweepResult, target: TargetLoss) -> str:
     """Return a sentence on the target and how it was chosen, without its period."""
-    reached = [name for name in target.judged if name in target.costs]
-    if 2 * len(reached) >= len(target.judged):
-        reach = "reached by half of the jobs, while the others did not get near it"
-    else:
-        reach = (
-            f"reached by {len(reached)} of the {count(len(target.judged), 'job')}, "
-            "while others did not get near it"
-        )
+    jobs = count(len(target.judged), "job")
     if target.all_reach:
         state = "that finished" if finished_jobs(sweep.jobs) else "still running"
         if len(target.judged) == 1:
             reach = f"the lowest that the job {state} reached"
         else:
-            jobs = count(len(target.judged), "job")
             reach = f"the lowest that all of the {jobs} {state} reached"
+    else:
+        reached = [name for name in target.judged if name in target.costs]
+        reach = f"reached by {len(reached)} of the {jobs}: {_rule_of_some(target)}"
 
     text = f"The target is {target.metric} ≤ {number(target.value)}, {reach}"
     if target.metric == LOSS:

@@ -26,6 +26,9 @@ class TargetLoss:
         value: the target loss.
         judged: the names of the jobs from whose curves the target was chosen.
         all_reach: whether the target was chosen so that all judged jobs reach it.
+        by_half: whether it is the lowest loss that half of the judged jobs reach,
+            because not all of them get `PROGRESS` of the way down.
+        near: the number of judged jobs that get `PROGRESS` of the way down.
         costs: the cost of each job that reached the target, by job name and axis of
             `AXES`, interpolated between two points. The cost of a fork is counted from
             its checkpoint. A cost is NaN if its axis was not logged.
@@ -38,6 +41,8 @@ class TargetLoss:
     value: float
     judged: list[str]
     all_reach: bool
+    by_half: bool
+    near: int
     costs: dict[str, dict[str, float]]
     at_first: frozenset[str] = frozenset()
 
@@ -108,9 +113,10 @@ def choose(
         finite = values[np.isfinite(values)]
         if finite.size:
             losses.append(finite)
-    value = _target_value(losses)
-    if value is None:
+    chosen = _choose_value(losses)
+    if chosen is None:
         return None
+    value = chosen.value
 
     costs: dict[str, dict[str, float]] = {}
     at_first = []
@@ -129,13 +135,24 @@ def choose(
         value=value,
         judged=list(judged),
         all_reach=all(name in costs for name in judged),
+        by_half=chosen.by_half,
+        near=chosen.near,
         costs=costs,
         at_first=frozenset(at_first),
     )
 
 
-def _target_value(losses: Sequence[Array]) -> float | None:
-    """Return the target for the finite losses of each job; see `choose`."""
+@dataclass(frozen=True)
+class _ChosenValue:
+    """The target with how it was chosen; see `TargetLoss`."""
+
+    value: float
+    by_half: bool
+    near: int
+
+
+def _choose_value(losses: Sequence[Array]) -> _ChosenValue | None:
+    """Choose the target for the finite losses of each job; see `choose`."""
     if not losses:
         return None
     minima = sorted(float(job_losses.min()) for job_losses in losses)
@@ -146,9 +163,9 @@ def _target_value(losses: Sequence[Array]) -> float | None:
 
     near = [loss for loss in minima if start - loss >= PROGRESS * fall]
     if len(near) == len(minima):
-        return minima[-1]
+        return _ChosenValue(minima[-1], by_half=False, near=len(near))
     reached_by_half = minima[(len(minima) - 1) // 2]
     # If the losses of half of the jobs only rose, this is their loss at the start.
     if reached_by_half >= start:
-        return near[-1]
-    return reached_by_half
+        return _ChosenValue(near[-1], by_half=False, near=len(near))
+    return _ChosenValue(reached_by_half, by_half=True, near=len(near))

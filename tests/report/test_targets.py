@@ -162,8 +162,9 @@ def test_losses_that_only_rose_set_no_target():
     assert sweep.target.value == 1
     finding = first_on(sweep, "time_to_target")
     assert (
-        "reached by 1 of the 3 jobs, while others did not get near it" in finding.text
-    )
+        "reached by 1 of the 3 jobs: it is the lowest loss that was reached by every "
+        "job that got at least half of the way down from the first to the lowest loss."
+    ) in finding.text
     assert list(finding.figures["groups"]) == ["factor=1"]
 
 
@@ -180,10 +181,23 @@ def test_jobs_without_a_finite_loss_set_no_target(lost):
     # The losses fall straight from 5.
     assert sweep.target.value == pytest.approx(1.0 + 0.1 * (2 - lost))
     text = first_on(sweep, "time_to_target").text
-    if lost == 1:
-        assert "reached by half of the jobs" in text
-    else:
-        assert "reached by 1 of the 3 jobs, while others did not get near it" in text
+    assert (
+        f"reached by {3 - lost} of the 3 jobs: it is the lowest loss that was reached "
+        "by every job that got at least half of the way down"
+    ) in text
+
+
+def test_a_target_of_half_of_the_jobs_says_why():
+    """The third job misses the target by little, and the fourth one by far."""
+    jobs = []
+    for rate, end in enumerate((1.0, 2.0, 2.01, 4.9)):
+        jobs.append(synthetic.job(f"rate={rate}", end))
+    text = first_on(synthetic.swept(jobs), "time_to_target").text
+    assert text.startswith(
+        "The target is val/loss ≤ 2, reached by 2 of the 4 jobs: it is the lowest loss "
+        "that half of them reached, as 1 of them got less than half of the way down "
+        "from the first to the lowest loss. "
+    )
 
 
 @pytest.mark.parametrize("order", [1, -1])
