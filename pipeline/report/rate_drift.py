@@ -177,7 +177,7 @@ def findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     """Yield the drift for each recipe, then compare the drifts that have intervals."""
     judged = []
     for index, drift in enumerate(drifts(sweep)):
-        text = _sentence(drift)
+        text = _sentence(drift, sweep.search)
         yield SweepFinding("rate_drift", text, drift, loss_by_rate_key(index))
         if drift.interval is not None:
             judged.append(drift)
@@ -312,8 +312,10 @@ def vertex(rates: Array, losses: Array) -> Array:
     return np.where(lowest == center, rates[center] + moved, rates[lowest])
 
 
-def _sentence(drift: Drift) -> str:
+def _sentence(drift: Drift, search: bool) -> str:
     prefix = f"{drift.recipe}: " if drift.recipe else ""
+    if drift.edges and search:
+        return f"{prefix}{_edges_of_search(drift)}"
     if drift.edges:
         edges = []
         for batch, edge in drift.edges.items():
@@ -333,6 +335,21 @@ def _sentence(drift: Drift) -> str:
     return (
         f"{prefix}The best rate moves by {drift.value:+.2f} octaves per doubling of "
         f"the batch ({known}): {joined(_rate_texts(drift))}."
+    )
+
+
+def _edges_of_search(drift: Drift) -> str:
+    """Return why there is no drift in a search, whose batches have different rates.
+
+    The best rate of a batch may lie inside of the range that was searched.
+    """
+    clauses = []
+    for batch, edge in drift.edges.items():
+        side = "below" if edge == "smallest" else "above"
+        clauses.append(f"none has a rate {side} the best one at {batch}")
+    return (
+        "No drift of the best rate is reported: of the trials that finished, "
+        f"{joined(clauses)}."
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,15 @@ def test_a_best_rate_at_an_edge_claims_no_drift():
         "of the rates at which every seed finished, the smallest rate is the best at 16, "
         "the largest"
     ) in finding.text
+
+
+def test_a_search_claims_no_edge_of_what_was_searched():
+    """Its trials have other rates at each batch."""
+    sweep = replace(sweep_of({"": 1.5}), search=True)
+    assert first_finding(sweep).text == (
+        "No drift of the best rate is reported: of the trials that finished, none has "
+        "a rate below the best one at 16, none has a rate above the best one at 256."
+    )
 
 
 def test_a_rate_that_diverged_is_no_neighbor():
