@@ -12,7 +12,7 @@ from pipeline.report.ranking import FinalResult, Ranking, TargetTimes, is_revers
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import PairDifferences
-from pipeline.report.verdict import Verdict, command_for_seeds
+from pipeline.report.verdict import PLAIN_VALUE, Verdict, command_for_seeds
 from pipeline.report.wording import number
 from pipeline.tracking.foreign_store import again_command
 
@@ -164,11 +164,56 @@ def _take_best_of_search(
         best = final.ranking.best.name
         extreme = "lowest" if final.ranking.lower_is_better else "highest"
         text = f"Take {best}: the {extreme} final {final.metric} of the search."
+        text += _add_seeds_to_search(sweep, best)
         return SweepFinding("next", text, BestOfSearch(best))
 
     text = f"Take {sweep.best}: the lowest loss of the search."
     text += _better_final(sweep, earlier, sweep.best)
+    text += _add_seeds_to_search(sweep, sweep.best)
     return SweepFinding("next", text, BestOfSearch(sweep.best))
+
+
+def _add_seeds_to_search(sweep: SweepResult, best: str) -> str:
+    """Return how to add seeds to the best settings of a search if they have only one.
+
+    The number of trials at once is that of the seeds, as such trials have different
+    values. So each seed is run once.
+    """
+    jobs = finished_jobs(sweep.groups.get(best, []))
+    if len(jobs) != 1:
+        return ""
+
+    text = " This is one seed, so the effect of chance is unknown."
+    overrides = _overrides_of_trial(sweep, jobs[0])
+    if not overrides:
+        return text
+    seeds = ",".join(str(seed) for seed in range(FEWEST_SEEDS))
+    overrides += [
+        f"seed={seeds}",
+        f"hydra.sweeper.trials={FEWEST_SEEDS}",
+        f"hydra.sweeper.at_once={FEWEST_SEEDS}",
+    ]
+    return (
+        f"{text} To add seeds, repeat the search's command with {' '.join(overrides)}"
+    )
+
+
+def _overrides_of_trial(sweep: SweepResult, job: JobResult) -> list[str]:
+    """Return the overrides that fix all searched keys but the seed at a job's values.
+
+    Return an empty list if a value has to be quoted, or if its key is ambiguous.
+    """
+    names = [short(key, "").removesuffix("=") for key in sweep.varied]
+    settings = dict(job.settings)
+    overrides = []
+    for key, name in zip(sweep.varied, names, strict=True):
+        if key == "seed":
+            continue
+        value = settings.get(name, "")
+        if names.count(name) > 1 or not PLAIN_VALUE.fullmatch(value):
+            return []
+        overrides.append(f"{key}={value}")
+    return overrides
 
 
 def _search_beyond_edges(

@@ -49,7 +49,7 @@ _HEADLINES = {
 }
 
 # Values that need no quotes in an override.
-_PLAIN_VALUE = re.compile(r"[\w.+-]+")
+PLAIN_VALUE = re.compile(r"[\w.+-]+")
 
 
 @dataclass(frozen=True)
@@ -454,7 +454,7 @@ def _overrides_of_settings(
         values = list(dict.fromkeys(of_wanted))
         if set(values) == set(texts):
             continue
-        if not all(value and _PLAIN_VALUE.fullmatch(value) for value in values):
+        if not all(value and PLAIN_VALUE.fullmatch(value) for value in values):
             continue
         choices = ",".join(map(str, values))
         if len(values) == 1:

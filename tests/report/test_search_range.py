@@ -56,7 +56,9 @@ def test_the_report_says_beyond_which_edge_to_search(tmp_path):
         if finding.topic == "next":
             steps.append(finding.text)
     assert steps == [
-        "Take rate=0.00011: the lowest loss of the search.",
+        "Take rate=0.00011: the lowest loss of the search. This is one seed, so the "
+        "effect of chance is unknown. To add seeds, repeat the search's command with "
+        f"{RATE}=0.00011 seed=0,1,2 hydra.sweeper.trials=3 hydra.sweeper.at_once=3",
         "Search optimizer.learning_rate below 0.0001, too: the best value, 0.00011, "
         "lies at the lower edge of the search, which was from 0.0001 to 0.1.",
     ]
