@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.common.errors import count
 from pipeline.config.stages import STAGES
 from pipeline.report import statistics
 from pipeline.report.findings import Result, SweepFinding
@@ -21,10 +22,11 @@ from pipeline.report.job_results import (
 from pipeline.report.noise_scale import (
     BY_TOKENS,
     UNMEASURED,
+    NoiseScale,
     beside_measured,
-    noise_scale,
+    noise_scale_of_runs,
 )
-from pipeline.report.statistics import Array, Spread
+from pipeline.report.statistics import Array
 from pipeline.report.sweep_result import SweepResult
 
 # A larger batch counts as no worse if its loss is at most this much higher, as in
@@ -89,9 +91,19 @@ class Schedule(Result):
 
 @dataclass(frozen=True)
 class BranchNoise(Result):
-    """The mean noise scale of the branches, which predicts a critical batch."""
+    """The noise scale of the branches, which predicts a critical batch.
+
+    Attributes:
+        predicted: the mean over the branches.
+        deviation: the standard deviation over the branches, or None with one branch.
+        runs: the number of branches with a noise scale.
+        measurements: the number of measurements in these branches.
+    """
 
     predicted: float
+    deviation: float | None
+    runs: int
+    measurements: int
 
 
 def measure(seeds: Sequence[Mapping[int, Branch]]) -> CriticalBatch | None:
@@ -369,33 +381,60 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     schedule = _schedule(sweep, result.critical)
     if schedule is not None:
         if result.critical > min(result.losses):
-            text = f"Overrides to paste: {schedule}"
+            text = f"{_reservation(result)}Overrides to paste: {schedule}"
             yield SweepFinding("schedule", text, Schedule(schedule))
         else:
             text = "None: at this checkpoint no larger batch pays yet."
             yield SweepFinding("schedule", text)
 
-    scale = _noise_scale_of_branches(sweep)
+    scale = noise_scale_of_runs(sweep.jobs, sweep)
     if scale is not None:
-        text = f"{scale.mean:.4g} examples. {_beside_interval(scale.mean, result)}"
-        yield SweepFinding("noise_scale", text, BranchNoise(scale.mean))
+        yield _noise_finding(scale, result)
     elif any(job.is_cut_by_tokens for job in sweep.jobs):
         yield SweepFinding("noise_scale", f"Not measured: {BY_TOKENS}")
     else:
         yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
 
 
+def _reservation(result: CriticalBatch) -> str:
+    """Return a sentence if it is not certain that a larger batch pays, else ""."""
+    smallest = min(result.losses)
+    if result.interval[0] > smallest:
+        return ""
+    return (
+        f"The interval includes the smallest batch, {smallest}, so it is not certain "
+        "that a larger batch pays; more seeds or --examples may tell. "
+    )
+
+
+def _noise_finding(scale: NoiseScale, result: CriticalBatch) -> SweepFinding:
+    """Report the noise scale of the branches beside the measured critical batch."""
+    spread = scale.spread
+    text = (
+        f"{spread.text()} examples: the mean over {count(spread.count, 'run')} "
+        f"({count(scale.measurements, 'measurement')}) of each run's median. "
+        f"{_beside_interval(scale, result)}"
+    )
+    noise = BranchNoise(spread.mean, spread.deviation, spread.count, scale.measurements)
+    return SweepFinding("noise_scale", text, noise)
+
+
 def _critical_sentences(sweep: SweepResult, result: CriticalBatch) -> str:
     low, high = result.interval
-    losses = [f"{batch}: {loss:.4f}" for batch, loss in result.losses.items()]
+    losses = []
+    for (batch, loss), error in zip(result.losses.items(), result.errors, strict=True):
+        losses.append(f"{batch}: {loss:.4f} ± {error:.4f}")
     several_seeds = len({job.seed for job in sweep.jobs} - {None}) > 1
     interval = f"{low} to {high}"
+    errors = "intervals"
     if several_seeds:
         interval = f"95% interval: {interval}"
+        errors = "95% intervals"
     text = (
         f"The critical batch is {result.critical} ({interval}): up to it, no batch "
         f"ends with a loss more than {TOLERANCE:g} above that of a smaller batch, if k "
-        "times the batch trains at √k times the rate. Losses: "
+        "times the batch trains at √k times the rate. Losses "
+        f"({errors}; most of the error is common to all batches): "
         f"{', '.join(losses)}."
     )
     if result.critical == max(result.losses):
@@ -434,7 +473,7 @@ def _schedule(sweep: SweepResult, critical: int) -> str | None:
     )
 
 
-def _beside_interval(scale: float, result: CriticalBatch) -> str:
+def _beside_interval(scale: NoiseScale, result: CriticalBatch) -> str:
     """Return a sentence that compares the noise scale with the measured interval.
 
     Return `UNMEASURED` if the noise scale is below an interval that begins at the
@@ -444,15 +483,12 @@ def _beside_interval(scale: float, result: CriticalBatch) -> str:
     """
     low, high = result.interval
     at_largest = high == max(result.losses) and result.diverged is None
-    if scale > high and at_largest:
+    position = scale.position(low, high)
+    if position == "above" and at_largest:
         return UNMEASURED
-    if scale < low and low == min(result.losses):
+    if position == "below" and low == min(result.losses):
         return UNMEASURED
     return beside_measured(scale, low, high)
-
-
-def _noise_scale_of_branches(sweep: SweepResult) -> Spread | None:
-    return statistics.spread([noise_scale(job, sweep) for job in sweep.jobs])
 
 
 def branch_plots(sweep: SweepResult) -> list[Plot]:
@@ -473,9 +509,10 @@ def branch_plots(sweep: SweepResult) -> list[Plot]:
         trace(f"lowest + {TOLERANCE:g}", outer_batches, [bound, bound], 1),
         trace("critical batch", [result.critical, result.critical], ends, 2),
     ]
-    scale = _noise_scale_of_branches(sweep)
+    scale = noise_scale_of_runs(sweep.jobs, sweep)
     if scale is not None:
-        traces.append(trace("noise scale", [scale.mean, scale.mean], ends, 3))
+        mean = scale.spread.mean
+        traces.append(trace("noise scale", [mean, mean], ends, 3))
 
     caption = (
         "Training losses after the same examples. Bars: 95% intervals; most of the "

@@ -194,9 +194,9 @@ def noise_by_batch_plot(sweep: SweepResult) -> Plot:
         section="Noise scale",
         title="Noise scale",
         caption=(
-            "Each run's median up to the target. Below the dashed diagonal a batch is "
-            "larger than the noise scale, and costs over twice the examples of a tiny "
-            f"one. {BARS}."
+            "Each run's median up to the target, or up to its end if it did not reach "
+            "the target. Below the dashed diagonal a batch is larger than the noise "
+            f"scale, and costs over twice the examples of a tiny one. {BARS}."
         ),
         unit="noise scale",
         finished_only=False,

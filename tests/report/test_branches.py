@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pipeline.report import critical_batch, next_steps, reading, wording, writer
-from pipeline.report.critical_batch import TOLERANCE, Branch, measure
+from pipeline.report.critical_batch import TOLERANCE, Branch, CriticalBatch, measure
 from pipeline.report.job_results import Curve, JobResult
 from tests import synthetic
 from tests.synthetic import PlantedSweep
@@ -368,6 +369,19 @@ def test_branches_that_are_cut_by_tokens_have_no_noise_scale():
     assert by_examples["noise_scale"].startswith("Not measured. The noise scale may be")
 
 
+def test_a_schedule_has_a_reservation_if_the_interval_includes_the_smallest_batch():
+    def text(interval):
+        losses = {16: 2.0, 32: 2.0, 64: 2.0}
+        result = CriticalBatch(64, interval, losses, [0.0] * 3, None)
+        return critical_batch._reservation(result)
+
+    assert text((32, 64)) == ""
+    assert text((16, 64)) == (
+        "The interval includes the smallest batch, 16, so it is not certain that a "
+        "larger batch pays; more seeds or --examples may tell. "
+    )
+
+
 def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
     store = synthetic.store(tmp_path)
     losses = {32: 2.0, 64: 2.005, 128: 2.004, 256: 2.0}
@@ -385,7 +399,13 @@ def test_a_report_has_the_critical_batch_a_schedule_and_a_picture(tmp_path):
         "scaling.reference_batch_size=32"
     )
     assert by_topic["noise_scale"].text.startswith(
-        "40 examples. The noise scale is below the critical batch that was measured here"
+        "40 ± 0 examples: the mean over 3 runs (56 measurements) of each run's median. "
+        "The noise scale is below the critical batch that was measured here"
+    )
+
+    assert re.search(
+        r"Losses \(intervals; .*\): 32: 1\.1\d+ ± 0\.0\d+, 64: ",
+        by_topic["critical"].text,
     )
 
     results = reading.read(store.uri, sweep.run_id)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipeline.config import compose
-from pipeline.report import largest_batch, plots, table
+from pipeline.report import largest_batch, noise_scale, plots, table
 from pipeline.report.findings import SweepFinding
 from pipeline.report.job_results import Curve, JobResult
 from pipeline.report.largest_batch import batch_costs
@@ -534,6 +534,49 @@ def test_a_noise_scale_is_a_lower_bound_only_where_it_is_one():
     assert "treat the noise scale as a lower bound" in text_by_scale[40.0]
     assert "noise scale agrees with the critical batch" in text_by_scale[400.0]
     assert "so it is not a lower bound" in text_by_scale[4000.0]
+
+
+def test_a_noise_scale_that_varies_too_much_is_not_compared():
+    """Its mean is the critical batch; each value is logged for ten updates."""
+    sweep = sweep_with_costs(np.random.default_rng(0), critical=400.0, noise=0.001)
+    for number, job in enumerate(sweep.jobs):
+        job.params["accumulation.noise_scale_every"] = "10"
+        scale = 100.0 if number % 2 else 700.0
+        curve = Curve(np.arange(1, 21), np.full(20, scale))
+        job.curves["train/gradient_noise_scale"] = curve
+    finding = first_on(sweep, "noise_scale")
+    assert finding.figures["measurements"] == 30
+    # 8 of 15 values are 700. The 97.5% quantile of Student's t with 14 degrees of
+    # freedom is 2.1448.
+    deviation = 600 * math.sqrt(8 * 7 / (15 * 14))
+    half_width = 2.1448 * deviation / math.sqrt(15)
+    ends = f"{420 - half_width:.4g} to {420 + half_width:.4g}"
+    assert finding.text.endswith(
+        "The noise scale is too uncertain to be compared with the critical batch that "
+        "was measured here: it comes from 30 measurements in 15 runs, and its 95% "
+        f"interval is {ends}."
+    )
+    assert "agrees" not in finding.text
+    assert "times that" not in finding.text
+
+    assert "run's median up to the target. " in finding.text
+
+
+def test_a_median_is_up_to_the_target_only_if_the_run_reached_it():
+    sweep = with_early_end(seed=1, points=10)
+    for job in sweep.jobs:
+        job.curves["train/gradient_noise_scale"] = Curve(np.array([1]), np.array([9.0]))
+    text = first_on(sweep, "noise_scale").text
+    assert (
+        "the mean over 15 runs (15 measurements) of each run's median up to the target, "
+        "or up to its end for the 1 run without the target."
+    ) in text
+
+    only_early = [job for job in sweep.jobs if job.name not in sweep.target.costs]
+    scale = noise_scale.noise_scale_of_runs(only_early, sweep)
+    assert scale.reached == 0
+    assert scale.position(1, 20) == "uncertain"
+    assert noise_scale._end_of_medians(scale).startswith(" up to its end, as none")
 
 
 @pytest.mark.parametrize(
