@@ -9,6 +9,7 @@ from pipeline.report.findings import Result, SweepFinding, results_of
 from pipeline.report.job_results import NO_RUN, JobResult, finished_jobs
 from pipeline.report.largest_batch import LargestBatch
 from pipeline.report.ranking import FinalResult, Ranking, TargetTimes, is_reversed
+from pipeline.report.search_range import FEWEST_VALUES
 from pipeline.report.seed_differences import FEWEST_SEEDS, difference
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.trajectories import PairDifferences
@@ -145,6 +146,7 @@ def _take(sweep: SweepResult, earlier: list[SweepFinding]) -> Iterable[SweepFind
             texts[group] = f"Take {group}: {verdict.reason}."
     if len(texts) == 1:
         ((group, text),) = texts.items()
+        text += _edge_of_rates(sweep, group)
         text += _better_final(sweep, earlier, group)
         yield SweepFinding("next", text, Recommendation(group, None))
 
@@ -281,6 +283,7 @@ def _take_fastest(
         if recommended != fastest and recommended not in times.not_told_apart:
             reason += f", though {fastest} reached the target first"
     text = f"On this machine take {recommended}: {reason}."
+    text += _edge_of_rates(sweep, recommended)
     text += _better_final(sweep, earlier, recommended)
 
     recommended_job = sweep.groups[recommended][0]
@@ -295,6 +298,35 @@ def _take_fastest(
             "at the price of more examples."
         )
     return SweepFinding("next", text, Recommendation(recommended, largest))
+
+
+def _edge_of_rates(sweep: SweepResult, group: str) -> str:
+    """Return a sentence if the group has the smallest or the largest rate, else "".
+
+    Its rate is compared with those that were tried at the same batch, of which there
+    have to be at least `FEWEST_VALUES`: of two rates, each is at an edge.
+    """
+    job = sweep.groups[group][0]
+    rate = job.setting("rate")
+    batch = job.effective_batch_size
+    rates = set()
+    for other in sweep.jobs:
+        is_alike = other.recipe == job.recipe and other.effective_batch_size == batch
+        if is_alike and isinstance(other.setting("rate"), float):
+            rates.add(other.setting("rate"))
+    if rate not in rates or len(rates) < FEWEST_VALUES:
+        return ""
+    if rate == max(rates):
+        edge = "largest"
+    elif rate == min(rates):
+        edge = "smallest"
+    else:
+        return ""
+    direction = "larger" if edge == "largest" else "smaller"
+    return (
+        f" Its rate is the {edge} that was tried at this batch: try {direction} ones, "
+        "too."
+    )
 
 
 def _verdict_on_jobs_like(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 # The share of an interval, at each end, that counts as its edge.
 _SHARE_OF_EDGE = 0.1
 # With fewer distinct values, the best one is at an edge anyway.
-_FEWEST_VALUES = 3
+FEWEST_VALUES = 3
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class SearchRange:
             best: the best value.
             tried: the values of all trials.
         """
-        if len(set(tried)) < _FEWEST_VALUES:
+        if len(set(tried)) < FEWEST_VALUES:
             return ""
         position = self._position(best)
         margin = 0.0 if self.listed else _SHARE_OF_EDGE

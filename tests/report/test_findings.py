@@ -272,6 +272,32 @@ def test_what_is_fast_and_what_ends_best_are_both_named(store):
     assert text.endswith(" By its final val/accuracy factor=2 is better.")
 
 
+@pytest.mark.parametrize(
+    ("fastest", "sentence"),
+    [
+        (
+            0.4,
+            " Its rate is the largest that was tried at this batch: try larger ones,",
+        ),
+        (0.1, " Its rate is the smallest that was tried at this batch: try smaller"),
+        (0.2, ""),
+    ],
+)
+def test_a_recommended_rate_at_the_edge_of_those_tried_is_named(fastest, sentence):
+    def advice(rates):
+        jobs = []
+        for rate in rates:
+            seconds = 0.001 if rate == fastest else 0.01
+            jobs.append(synthetic.job(f"rate={rate}", 1.0, seconds=seconds))
+        findings = summarize(synthetic.swept(jobs))
+        return first_with(findings, "recommended").text
+
+    text = advice((0.1, 0.2, 0.4))
+    assert f"take rate={fastest}: it reached the target first.{sentence}" in text
+    assert ("Its rate is" in text) == bool(sentence)
+    assert "Its rate is" not in advice((fastest, 0.3))
+
+
 def test_nothing_is_recommended_before_there_are_enough_seeds(store):
     sweep = PlantedSweep(store, ["factor=1", "factor=2"])
     for factor in (1, 2):
