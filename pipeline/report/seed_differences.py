@@ -6,7 +6,7 @@ both groups cancels.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,6 +85,18 @@ def values_by_seed(jobs: Sequence[JobResult], measure: Measure) -> dict[str, flo
     return {seed: float(np.mean(of_seed)) for seed, of_seed in values.items()}
 
 
+def paired_seeds(first: Collection[str], second: Collection[str]) -> list[str]:
+    """Return the seeds at which two groups are compared seed by seed, if they are.
+
+    These are the common seeds if there are two or more, or if both groups have the same
+    single seed. Otherwise, the result is empty.
+    """
+    common = sorted(set(first) & set(second))
+    if len(common) > 1 or len(first) == len(second) == len(common):
+        return common
+    return []
+
+
 def difference(first: Values, second: Values) -> Difference:
     """Return the mean of `second` minus the mean of `first`, with its standard error.
 
@@ -100,9 +112,8 @@ def difference(first: Values, second: Values) -> Difference:
     the seeds: equal results, such as accuracies over 180 examples, do not show that
     chance has no effect.
     """
-    common = sorted(set(first) & set(second))
-    paired = len(common) > 1 or len(first) == len(second) == len(common)
-    if paired:
+    common = paired_seeds(first, second)
+    if common:
         differences = np.array([second[seed] - first[seed] for seed in common])
         scale = 0.0
         for seed in common:

@@ -1,7 +1,7 @@
 """What changed between two sweeps: config, code, packages, and each setting's result."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,13 @@ from pipeline.report.findings import FindingsPage, Result, SweepFinding
 from pipeline.report.html_page import RESULT, PageParts, Plot, axis, render, trace
 from pipeline.report.job_results import JobResult, finished_jobs
 from pipeline.report.key_differences import KeyDifference
-from pipeline.report.seed_differences import Difference, difference, values_by_seed
+from pipeline.report.seed_differences import (
+    Difference,
+    Values,
+    difference,
+    paired_seeds,
+    values_by_seed,
+)
 from pipeline.report.statistics import CHANCE
 from pipeline.report.sweep_result import SweepResult
 from pipeline.report.table import Table
@@ -58,7 +64,8 @@ class SettingChange:
     Attributes:
         setting: the name of the setting, which is that of the group of jobs and leaves
             out the seed.
-        first: the spread of the results over the seeds of the first sweep.
+        first: the spread of the results over the seeds of the first sweep. If both
+            sweeps are compared seed by seed, only the seeds in common count.
         second: the same for the second sweep.
         difference: the second minus the first.
         half_width: half the width of the interval of the difference, which is infinite
@@ -204,8 +211,10 @@ def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChang
 
     of_metric = []
     for setting, (first, second) in pairs.items():
-        first_spread = statistics.spread(list(first.values()))
-        second_spread = statistics.spread(list(second.values()))
+        # A difference over the common seeds is not that of the means over other seeds.
+        seeds = paired_seeds(first, second)
+        first_spread = _spread_at(first, seeds or first)
+        second_spread = _spread_at(second, seeds or second)
         if first_spread is None or second_spread is None:
             continue
         change = difference(first, second)
@@ -214,6 +223,10 @@ def _changes_of(sweeps: Sequence[SweepResult], metric: str) -> list[SettingChang
             SettingChange(setting, first_spread, second_spread, change, half_width)
         )
     return of_metric
+
+
+def _spread_at(values: Values, seeds: Iterable[str]) -> statistics.Spread | None:
+    return statistics.spread([values[seed] for seed in seeds])
 
 
 def _finals(sweep: SweepResult, group: str, metric: str) -> dict[str, float]:
@@ -331,8 +344,9 @@ def _columns(
 ) -> Columns:
     """Return the values in two sweeps of each key whose values differ.
 
-    The values of a key are compared setting by setting. If they differ in one setting,
-    the key's values in all of the settings are listed.
+    The values of a key are compared setting by setting, at the seeds at which results
+    are compared. If they differ in one setting, the key's values in all of the settings
+    are listed.
 
     Args:
         sweeps: the first and the second sweep.
@@ -344,7 +358,7 @@ def _columns(
         block = []
         for sweep, group in zip(sweeps, setting.groups, strict=True):
             block.append(_runs(sweep.groups[group]))
-        blocks.append(block)
+        blocks.append(_compared(*block))
     if not blocks:
         blocks = [[_runs(sweep.jobs) for sweep in sweeps]]
 
@@ -363,6 +377,24 @@ def _columns(
         texts = _texts(jobs, values_of)
         columns.append({key: texts[key] for key in texts if key in differing})
     return columns
+
+
+def _compared(first: list[JobResult], second: list[JobResult]) -> list[list[JobResult]]:
+    """Return the jobs of a setting in two sweeps, of those seeds that are compared.
+
+    If results are not compared seed by seed, these are all jobs.
+    """
+    seeds_of_jobs = []
+    for jobs in (first, second):
+        finished = {job.seed for job in finished_jobs(jobs)}
+        seeds_of_jobs.append([seed for seed in finished if seed is not None])
+    seeds = paired_seeds(*seeds_of_jobs)
+    if not seeds:
+        return [first, second]
+    compared = []
+    for jobs in (first, second):
+        compared.append([job for job in jobs if job.seed in seeds])
+    return compared
 
 
 def _runs(jobs: Sequence[JobResult]) -> list[JobResult]:

@@ -109,6 +109,26 @@ def test_a_planted_difference_is_found_with_its_interval(store):
     assert result_on(page).verdict(four) == sweep_changes.NOT_TOLD_APART
 
 
+def test_sweeps_with_other_seeds_are_compared_at_those_in_common(store):
+    first = planted(store, {1: [1.0, 1.2, 1.7]})
+    second = planted(store, {1: [1.0, 1.2]})
+    page = compared(store, first, second)
+    assert page.findings[1].result == DifferingKeys([], [])
+    result = result_on(page)
+    (change,) = result.changes
+    assert change.first.mean == pytest.approx(1.1)
+    assert change.first.count == 2
+    assert change.second == change.first
+    assert result.verdict(change) == sweep_changes.EQUAL
+
+    # One seed in common is not enough, so all seeds count.
+    third = planted(store, {1: [1.0]})
+    page = compared(store, first, third)
+    assert page.findings[1].result == DifferingKeys(["seed"], [])
+    (change,) = result_on(page).changes
+    assert change.first.mean == pytest.approx(1.3)
+
+
 @pytest.mark.slow
 def test_a_difference_that_is_clear_is_better_or_worse(store):
     first = planted(store, {1: [1.0, 1.2, 1.4], 2: [1.0, 1.2, 1.4], 4: [1.0, 1.2, 1.4]})
