@@ -31,7 +31,7 @@ from pipeline.report.job_results import (
     pooled,
 )
 from pipeline.report.sweep_result import EVALUATIONS, SweepResult
-from pipeline.report.wording import joined, number
+from pipeline.report.wording import SECONDS, joined, number
 from pipeline.tracking.foreign_store import again_command
 
 # The states of a verdict with their headlines. If the states at the two budgets differ,
@@ -160,8 +160,8 @@ class Verdict(Result):
             add_seeds = f" To add seeds: {self.command}"
         return (
             f"{self.headline}: {_equal_memory(self)}, {compared} "
-            f"({_method(self.chosen)}).{_rates_sentence(self.rates)}{self.remarks}"
-            f"{add_seeds}"
+            f"({_method(self.chosen)}). {_budgets_sentence(self.contrasts)}"
+            f"{_rates_sentence(self.rates)}{self.remarks}{add_seeds}"
         )
 
 
@@ -521,6 +521,17 @@ def _rates(jobs: list[JobResult], contrast: BudgetContrast) -> dict[int, float]:
         if rate is not None:
             rates[factor] = rate.mean
     return rates
+
+
+def _budgets_sentence(contrasts: Sequence[BudgetContrast]) -> str:
+    """Return a sentence with the amounts at which losses are compared."""
+    amounts = []
+    for contrast in contrasts:
+        if contrast.axis == "seconds":
+            amounts.append(f"{number(contrast.budget, SECONDS)} of training")
+        else:
+            amounts.append(f"{number(contrast.budget)} examples")
+    return f"Compared after {' and after '.join(amounts)}, where the shortest run ends."
 
 
 def _rates_sentence(rates: dict[str, dict[int, float]]) -> str:
