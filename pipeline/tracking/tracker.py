@@ -140,7 +140,7 @@ class Tracker:
         """
         tracking = spec.config.tracking
         recorded = spec.recorded
-        name = tracking.run_name or _name_by_overrides(spec.overrides, data.name)
+        name = tracking.run_name or name_by_overrides(spec.overrides, data.name)
         run = {
             "experiment": recorded["tracking"]["experiment"],
             "name": name or f"{data.name} {model.name}",
@@ -524,25 +524,29 @@ def _tf32_tag(spec: RunSpec, gpus: Sequence[int]) -> dict[str, str]:
     return {}
 
 
-def _name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
+def name_by_overrides(overrides: Sequence[str], dataset: str) -> str:
     """Return a run's name derived from its overrides, such as `text rate=0.1 seed=2`.
 
     It begins with the value of the override `experiment`, or else with `dataset`. It is
     empty if no override decides what runs. Secrets are masked before a value is cut,
     since a part of a secret would no longer be recognized.
     """
-    pairs = []
+    experiment = ""
+    parts = []
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
-        if not key.startswith("hydra") and key_kinds.decides_what_runs(key):
-            pairs.append((key, value))
-    if not pairs:
+        if key.startswith("hydra") or not key_kinds.decides_what_runs(key):
+            continue
+        if key == "experiment":
+            experiment = value
+            continue
+        setting = plain.short(key, mask(value)[:LONGEST_VALUE])
+        if override.startswith("~"):  # the key is removed
+            setting = f"~{setting.removesuffix('=')}"
+        parts.append(setting)
+    if not parts and not experiment:
         return ""
-    parts = [dict(pairs).get("experiment", dataset)]
-    for key, value in pairs:
-        if key != "experiment":
-            parts.append(plain.short(key, mask(value)[:LONGEST_VALUE]))
-    return mask(" ".join(parts))[:LONGEST_NAME]
+    return mask(" ".join([experiment or dataset, *parts]))[:LONGEST_NAME]
 
 
 def _prefixed(prefix: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A param that is too long for MLflow is cut, and says so."""
+"""A param that is too long for MLflow is cut, and says so; the names of runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from pipeline.tracking import journal_file
 from pipeline.tracking.journal_file import JOURNAL_NAME
 from pipeline.tracking.params import param_text
+from pipeline.tracking.tracker import name_by_overrides
 from tests.running import TINY, Store, pipeline
 from tests.tracking.memory_store import START, MemoryStore
 from tests.tracking.test_uploader import ship
@@ -21,6 +22,21 @@ def test_a_text_that_is_cut_ends_with_its_full_length():
     assert param_text(LONG[:6_000]) == LONG[:6_000]
     assert param_text(LONG[:6_001]).endswith(" … (cut: 6,001 characters in all)")
     assert param_text(None) == "None"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], ""),
+        (["tracking.tags.note=x", "hydra.run.dir=run"], ""),
+        (["experiment=text"], "text"),
+        (["seed=2", "optimizer.learning_rate=0.1"], "digits seed=2 rate=0.1"),
+        (["~training.callbacks.stop", "experiment=text"], "text ~stop"),
+        (["+model.rate=0.5"], "digits model.rate=0.5"),
+    ],
+)
+def test_a_run_is_named_by_the_overrides_that_change_what_is_run(overrides, name):
+    assert name_by_overrides(overrides, "digits") == name
 
 
 def test_a_long_param_of_a_run_is_cut(tmp_path):
