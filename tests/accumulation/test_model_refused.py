@@ -208,7 +208,8 @@ def test_noise_that_depends_on_the_cut_is_refused(noisy, name):
 
     model = AccumulatingModel(inner, 4, same_noise="auto")
     model.compile("sgd", cross_entropy())
-    model.fit(x, Y, verbose=0)
+    with pytest.warns(UserWarning, match=f"noise of each micro-batch.*: {name}"):
+        model.fit(x, Y, verbose=0)
 
 
 @pytest.mark.parametrize(

@@ -39,17 +39,19 @@ def test_a_set_whose_inputs_the_model_does_not_take_is_refused_before_training()
 
 @pytest.mark.slow
 def test_the_metrics_of_a_set_can_be_kept_the_best_of():
-    best = "training.keep_best={{metric: {}, mode: max}}"
-    parts = assembled(LATE, best.format("val/late/accuracy"))
+    def best(metric):
+        return f"training.keep_best.metric={metric}", "training.keep_best.mode=max"
+
+    parts = assembled(LATE, *best("val/late/accuracy"))
     assert parts.best.metric == "late/accuracy"
     with pytest.raises(ConfigError) as refused:
-        assembled(LATE, best.format("val/lat/accuracy"))
+        assembled(LATE, *best("val/lat/accuracy"))
     choices = "val/loss, val/accuracy, val/late/loss, val/late/accuracy"
     assert f"Choices: {choices}." in str(refused.value)
 
     # The dataset has no validation split of its own.
     own = f"+dataset.validation_split=null {LATE}".split(" ", 1)
-    parts = assembled(*own, best.format("val/late/loss"))
+    parts = assembled(*own, *best("val/late/loss"))
     assert parts.best.metric == "late/loss"
     with pytest.raises(ConfigError, match=r"Choices: val/late/loss, val/late/acc"):
-        assembled(*own, best.format("val/loss"))
+        assembled(*own, *best("val/loss"))

@@ -481,6 +481,6 @@ def test_a_confined_run_that_is_resumed_leaves_nothing_elsewhere(tmp_path):
     elsewhere = tmp_path / "elsewhere"
     with sqlite3.connect(tmp_path / "mlruns/mlflow.db") as database:
         database.execute("UPDATE runs SET artifact_uri = ?", (elsewhere.as_uri(),))
-    resumed = pipeline("resume", "run", "training.epochs=2", cwd=tmp_path, status=1)
+    resumed = pipeline("resume", "run", "training.epochs=2", cwd=tmp_path, status=4)
     assert ELSEWHERE in resumed.stderr
     assert not elsewhere.exists()
