@@ -409,9 +409,9 @@ def _rest(warmup: Any, updates: int) -> int:
         ConfigError: the horizon is unknown.
     """
     _check_horizon(updates, f"schedule.{_DECAY}", REST)
-    if not isinstance(warmup, int):  # there is none, or Keras rejects it
+    if not isinstance(warmup, int | float):  # there is none, or Keras rejects it
         warmup = 0
-    return max(1, updates - warmup)
+    return max(1, updates - int(warmup))
 
 
 def _check_horizon(updates: int, key: str, text: str) -> None:

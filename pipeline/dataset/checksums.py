@@ -81,7 +81,12 @@ def _of_records(path: Path) -> str:
         with tf.device("CPU:0"):
             batches = tf.data.TFRecordDataset(str(path)).batch(256)
             for record in itertools.chain.from_iterable(batches.as_numpy_iterator()):
-                features = tf.train.Example.FromString(record).features.feature
+                example = tf.train.Example.FromString(record)
+                # Other messages are parsed, too, as fields that are not known.
+                example.DiscardUnknownFields()
+                if example.ByteSize() != len(record):
+                    return ""
+                features = example.features.feature
                 for name in sorted(features):
                     values = features[name].SerializeToString()
                     # The lengths keep names and values apart.

@@ -381,7 +381,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
     schedule = _schedule(sweep, result.critical)
     if schedule is not None:
         if result.critical > min(result.losses):
-            text = f"{_reservation(result)}Overrides to paste: {schedule}"
+            text = f"{_uncertainty_sentence(result)}Overrides to paste: {schedule}"
             yield SweepFinding("schedule", text, Schedule(schedule))
         else:
             text = "None: at this checkpoint no larger batch pays yet."
@@ -396,7 +396,7 @@ def branch_findings(sweep: SweepResult) -> Iterable[SweepFinding]:
         yield SweepFinding("noise_scale", f"Not measured. {UNMEASURED}")
 
 
-def _reservation(result: CriticalBatch) -> str:
+def _uncertainty_sentence(result: CriticalBatch) -> str:
     """Return a sentence if it is not certain that a larger batch pays, else ""."""
     smallest = min(result.losses)
     if result.interval[0] > smallest:

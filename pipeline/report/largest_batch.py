@@ -46,8 +46,8 @@ class BatchCosts:
         lower_bounds: a lower bound on the number of examples to the target, by batch:
             the minimum over its jobs of the examples until the target, or until the end
             for a job that did not reach it. NaN if the number is unknown for a job.
-        partly: how many jobs of a batch reached the target, such as `2 of 3 jobs`, for
-            each batch of which some did and some did not.
+        shares_that_reached: how many jobs of a batch reached the target, such as `2 of
+            3 jobs`, for each batch of which some did and some did not.
         fit: the trade-off between examples and updates, or None if it cannot be fitted;
             see `statistics.tradeoff`.
     """
@@ -61,7 +61,7 @@ class BatchCosts:
     bounds: dict[int, float]
     begun_at_target: list[int]
     lower_bounds: dict[int, float]
-    partly: dict[int, str]
+    shares_that_reached: dict[int, str]
     fit: Tradeoff | None
 
     @property
@@ -149,18 +149,18 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
     bounds = {}
     begun_at_target = []
     lower_bounds = {}
-    partly = {}
+    shares_that_reached = {}
     means = []
     target = sweep.target
     for batch in batches:
         batch_jobs = jobs_by_batch[batch]
-        least = [_least_examples(sweep, job) for job in batch_jobs]
+        least = [_examples_lower_bound(sweep, job) for job in batch_jobs]
         lower_bounds[batch] = float(np.min(least))
         if target is None:
             continue
         share = target.share_that_reached(batch_jobs)
         if share:
-            partly[batch] = share
+            shares_that_reached[batch] = share
         bound = target.bound(batch_jobs, "examples")
         if bound is not None:
             bounds[batch] = bound
@@ -189,12 +189,12 @@ def batch_costs(sweep: SweepResult, family: str, jobs: list[JobResult]) -> Batch
         bounds=bounds,
         begun_at_target=begun_at_target,
         lower_bounds=lower_bounds,
-        partly=partly,
+        shares_that_reached=shares_that_reached,
         fit=fit,
     )
 
 
-def _least_examples(sweep: SweepResult, job: JobResult) -> float:
+def _examples_lower_bound(sweep: SweepResult, job: JobResult) -> float:
     """Return the examples of a job until the target, or else until its end."""
     if sweep.target is not None and job.name in sweep.target.costs:
         return sweep.cost(job, "examples")
@@ -237,8 +237,11 @@ def finding(sweep: SweepResult, costs: BatchCosts) -> SweepFinding | None:
             "Which effective batch still pays cannot be determined if fewer than two "
             "batches reached the target."
         )
-        if costs.partly:
-            shares = [f"{share} of {batch}" for batch, share in costs.partly.items()]
+        if costs.shares_that_reached:
+            shares = [
+                f"{share} of {batch}"
+                for batch, share in costs.shares_that_reached.items()
+            ]
             text = (
                 f"{costs.prefix}{text[:-1]} with each of their jobs; only "
                 f"{joined(shares)} reached it."
@@ -390,7 +393,7 @@ def _why_it_pays(costs: BatchCosts, largest: int) -> str:
     saved += f"{number(costs.updates[smallest])} at {smallest})"
     if largest == smallest:
         saved = f"in {updates} updates; no smaller batch reached the target"
-        if any(batch < smallest for batch in costs.partly):
+        if any(batch < smallest for batch in costs.shares_that_reached):
             saved += " with each of its jobs"
         if largest == costs.batches[0]:
             saved = f"in {updates} updates; it is the smallest batch that was tried"
@@ -414,7 +417,7 @@ def _what_larger_ones_cost(costs: BatchCosts, largest: int) -> str:
             )
     for batch in costs.batches:
         if batch > largest and batch not in costs.examples:
-            share = costs.partly.get(batch)
+            share = costs.shares_that_reached.get(batch)
             if share:
                 clauses.append(f"{batch} reached the target in only {share}")
             else:

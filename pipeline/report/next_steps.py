@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.common.errors import count
-from pipeline.config.plain import short
+from pipeline.config.plain import short, without_seed
 from pipeline.report.findings import Result, SweepFinding, results_of
 from pipeline.report.job_results import NO_RUN, JobResult, finished_jobs
 from pipeline.report.largest_batch import LargestBatch
@@ -181,7 +181,12 @@ def _add_seeds_to_search(sweep: SweepResult, best: str) -> str:
     The number of trials at once is that of the seeds, as such trials have different
     values. So each seed is run once.
     """
-    jobs = finished_jobs(sweep.groups.get(best, []))
+    # The name of a job may also have its effective batch size.
+    settings = set(without_seed(best).split())
+    jobs = []
+    for job in finished_jobs(sweep.jobs):
+        if settings <= set(job.name.split()):
+            jobs.append(job)
     if len(jobs) != 1:
         return ""
 

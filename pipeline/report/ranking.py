@@ -444,8 +444,8 @@ def _bounds_sentence(bounds: dict[str, float]) -> str:
 def _rule_of_some(target: TargetLoss) -> str:
     """Return how a target was chosen that not all judged jobs reached."""
     way_down = "half of the way down from the first to the lowest loss"
-    if target.by_half:
-        far = len(target.judged) - target.near
+    if target.chosen_by_half:
+        far = len(target.judged) - target.jobs_near_target
         return (
             f"it is the lowest loss that half of them reached, as {far} of them got "
             f"less than {way_down}"

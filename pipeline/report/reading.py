@@ -86,7 +86,8 @@ def _best_settings(tags: Mapping[str, str]) -> str:
     """Return the best settings of a search, or an empty string for other sweeps."""
     try:
         overrides = json.loads(tags["sweep.best"])["overrides"]
-        return " ".join(short(*text.split("=", 1)) for text in overrides)
+        pairs = [text.lstrip("+~").split("=", 1) for text in overrides]
+        return " ".join(short(key, value) for key, value in pairs)
     except (KeyError, TypeError, ValueError, RecursionError):
         # The sweep was not a search, or the tag was edited by hand.
         return ""

@@ -26,9 +26,9 @@ class TargetLoss:
         value: the target loss.
         judged: the names of the jobs from whose curves the target was chosen.
         all_reach: whether the target was chosen so that all judged jobs reach it.
-        by_half: whether it is the lowest loss that half of the judged jobs reach,
+        chosen_by_half: whether it is the lowest loss that half of the judged jobs reach,
             because not all of them get `PROGRESS` of the way down.
-        near: the number of judged jobs that get `PROGRESS` of the way down.
+        jobs_near_target: the number of judged jobs that get `PROGRESS` of the way down.
         costs: the cost of each job that reached the target, by job name and axis of
             `AXES`, interpolated between two points. The cost of a fork is counted from
             its checkpoint. A cost is NaN if its axis was not logged.
@@ -41,8 +41,8 @@ class TargetLoss:
     value: float
     judged: list[str]
     all_reach: bool
-    by_half: bool
-    near: int
+    chosen_by_half: bool
+    jobs_near_target: int
     costs: dict[str, dict[str, float]]
     at_first: frozenset[str] = frozenset()
 
@@ -135,8 +135,8 @@ def choose(
         value=value,
         judged=list(judged),
         all_reach=all(name in costs for name in judged),
-        by_half=chosen.by_half,
-        near=chosen.near,
+        chosen_by_half=chosen.chosen_by_half,
+        jobs_near_target=chosen.jobs_near_target,
         costs=costs,
         at_first=frozenset(at_first),
     )
@@ -147,8 +147,8 @@ class _ChosenValue:
     """The target with how it was chosen; see `TargetLoss`."""
 
     value: float
-    by_half: bool
-    near: int
+    chosen_by_half: bool
+    jobs_near_target: int
 
 
 def _choose_value(losses: Sequence[Array]) -> _ChosenValue | None:
@@ -163,9 +163,13 @@ def _choose_value(losses: Sequence[Array]) -> _ChosenValue | None:
 
     near = [loss for loss in minima if start - loss >= PROGRESS * fall]
     if len(near) == len(minima):
-        return _ChosenValue(minima[-1], by_half=False, near=len(near))
+        return _ChosenValue(
+            minima[-1], chosen_by_half=False, jobs_near_target=len(near)
+        )
     reached_by_half = minima[(len(minima) - 1) // 2]
     # If the losses of half of the jobs only rose, this is their loss at the start.
     if reached_by_half >= start:
-        return _ChosenValue(near[-1], by_half=False, near=len(near))
-    return _ChosenValue(reached_by_half, by_half=True, near=len(near))
+        return _ChosenValue(near[-1], chosen_by_half=False, jobs_near_target=len(near))
+    return _ChosenValue(
+        reached_by_half, chosen_by_half=True, jobs_near_target=len(near)
+    )

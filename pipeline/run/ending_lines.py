@@ -42,7 +42,7 @@ def open_or_repeat(
     """Return a line with the command that shows a finished run.
 
     The command that repeats the run follows, with the options that allow the user's own
-    code. It is left out if the run has a target that a rerun never accepts. If the
+    code. It is left out if the run has a target that a rerun rejects even then. If the
     run's horizon changed and its learning rates depended on it, the line says instead
     that no rerun repeats the run.
 
@@ -74,11 +74,12 @@ def open_or_repeat(
 def _packages_to_allow(spec: RunSpec) -> list[str] | None:
     """Return the packages that `pipeline rerun` accepts only with `--allow`.
 
-    Return None if it does not accept all targets even then.
+    Return None if it does not accept all targets even then. Callbacks that write files
+    do not count: a rerun leaves them out.
     """
     targets = {}
     for key, value in leaves(spec.resolved).items():
-        if key.endswith("_target_"):
+        if key.endswith("_target_") and value not in trusted_names.WRITERS:
             targets[key] = str(value)
     packages = trusted_names.packages_to_allow(targets.values(), ())
     try:

@@ -506,7 +506,7 @@ def _closing(
 
 @contextmanager
 def _announcing_checkpoint(run_dir: Path) -> Iterator[None]:
-    """Print the update of the last checkpoint if the block takes longer.
+    """Print the update of the last checkpoint if the block takes longer than `SOON`.
 
     The store may be away, and the machine may be taken away before the wait ends. If
     the store answers, the line that follows soon after has the update.

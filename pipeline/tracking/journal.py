@@ -290,8 +290,8 @@ class Journal:
             moved_to = store if has_moved else None
             self.write(Created(ids, moved_to))
         self.write(Resume(segment))
-        # So that the journal never has fewer segments than the run in the store, even
-        # after a power cut: it would seem to be an older copy.
+        # If a power cut left the journal with fewer segments than the run in the store,
+        # the run directory would seem to be an older copy.
         self._writer.sync()
         return ids or past.run
 
@@ -343,6 +343,8 @@ class Journal:
         # shipper.
         with contextlib.suppress(OSError), self._lock:
             self._writer.write(End(status).content())
+            # A power cut after the store has the end must not lose it here.
+            self._writer.sync()
 
         self._deadline = time.monotonic() + self.patience
         problem: str | None = "the store was not contacted"

@@ -8,7 +8,7 @@ SEGMENTS = "segments"  # tag of a run that was resumed: the number of its segmen
 
 
 def is_older_copy(run: Any, resumes: int, status: str | None) -> bool:
-    """Return whether a run was continued elsewhere than in a run directory.
+    """Return whether a run was continued in another copy of its run directory.
 
     This is so if the store has a later segment of the run, or if the run has finished
     in a segment that was interrupted according to the journal in the directory.
@@ -26,6 +26,7 @@ def is_older_copy(run: Any, resumes: int, status: str | None) -> bool:
     stored_segments = int(text) if text.isdecimal() else 1
     if stored_segments != segments:
         return stored_segments > segments
-    # If the disk was full, the end of the run is not in the journal.
+
+    # If the disk was full, the end of this segment is not in the journal.
     is_unwritten = tags.get(UNWRITTEN) == str(resumes)
     return run.info.status == "FINISHED" and status != "FINISHED" and not is_unwritten

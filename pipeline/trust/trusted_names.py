@@ -153,9 +153,10 @@ def check_name(
 
 
 def packages_to_allow(targets: Iterable[str], allowed: Sequence[str]) -> list[str]:
-    """Return the packages of the targets that `check_name` accepts only if allowed.
+    """Return the prefixes without which `check_name` rejects some of the targets.
 
-    Targets that are never accepted are left out, and so are packages after the tenth.
+    A prefix is the package of the target, or the whole target if it is in Keras or in
+    this package. Left out are targets in `REJECTED`, and prefixes after the tenth.
     """
     packages: dict[str, None] = {}
     for target in targets:
@@ -176,7 +177,11 @@ def _is_plain(target: str) -> bool:
 
 
 def _package(target: str) -> str:
-    return target.partition(".")[0]
+    """Return the package of a target; the whole target if it is in a trusted package."""
+    package = target.partition(".")[0]
+    if package in ("keras", "pipeline"):
+        return target
+    return package
 
 
 def _is_in_keras(target: str) -> bool:

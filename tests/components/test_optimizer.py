@@ -313,6 +313,7 @@ def test_a_share_is_at_least_one_update(share, updates):
     [
         ([], 6, 114),
         (["schedule.warmup_steps=50"], 50, 70),
+        (["schedule.warmup_steps=5e1"], 50, 70),
         (["schedule.warmup_steps=10%"], 12, 108),
         (["schedule.warmup_steps=120"], 120, 1),
         (["schedule=wsd", "schedule.decay_steps=rest"], 6, 114),

@@ -67,9 +67,11 @@ def example_of(**numbers: int) -> bytes:
     for name, number in numbers.items():
         values = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
         features = tf.train.Features(feature={name: values})
-        # The parts of a serialized message may be concatenated.
-        serialized += tf.train.Example(features=features).SerializeToString()
-    return serialized
+        # The entries of a serialized mapping may be concatenated in any order.
+        serialized += features.SerializeToString()
+    # An example has the mapping in its field 1: a tag, the length and the bytes.
+    assert len(serialized) < 128
+    return bytes([0x0A, len(serialized)]) + serialized
 
 
 def record_file(path: Path, *records: bytes) -> Path:
@@ -112,8 +114,16 @@ def test_the_order_of_the_features_of_an_example_does_not_count(tmp_path, cache)
 
 
 def test_records_that_are_no_examples_have_no_checksum(tmp_path, cache):
-    texts = record_file(tmp_path / "texts.tfrecord", b"no example")
-    assert record_of(texts)["records"] == {}
+    sequence = tf.train.SequenceExample()
+    sequence.feature_lists.feature_list["x"].feature.add().int64_list.value.append(1)
+    others = {
+        "texts": b"no example",
+        "tensors": tf.io.serialize_tensor(tf.zeros(2)).numpy(),
+        "sequences": sequence.SerializeToString(),
+    }
+    for name, record in others.items():
+        file = record_file(tmp_path / f"{name}.tfrecord", record)
+        assert record_of(file)["records"] == {}, name
     damaged = record_file(tmp_path / "damaged.tfrecord", example_of(image=1))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     assert record_of(damaged)["records"] == {}

@@ -373,7 +373,7 @@ def test_a_schedule_has_a_reservation_if_the_interval_includes_the_smallest_batc
     def text(interval):
         losses = {16: 2.0, 32: 2.0, 64: 2.0}
         result = CriticalBatch(64, interval, losses, [0.0] * 3, None)
-        return critical_batch._reservation(result)
+        return critical_batch._uncertainty_sentence(result)
 
     assert text((32, 64)) == ""
     assert text((16, 64)) == (
