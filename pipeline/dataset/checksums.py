@@ -74,6 +74,7 @@ def sha256_of_records(path: Path) -> str:
 
 
 def _of_records(path: Path) -> str:
+    """Compute the checksum that `sha256_of_records` describes."""
     import tensorflow as tf
 
     checksum = hashlib.sha256()
@@ -99,7 +100,10 @@ def _of_records(path: Path) -> str:
 
 
 def _cached(kind: str, path: Path, compute: Callable[[], str]) -> str:
-    """Return a checksum of a file from the cache of this kind, or compute it."""
+    """Return a checksum of a file from the cache of this kind, or compute it.
+
+    An empty one is not cached, since it may come from an error that passes.
+    """
     state = _file_state(path)
     entry_file = disk_cache.place(kind, str(path.absolute()))
     entry = disk_cache.recall(entry_file, {"stat": [int], "sha256": str})
@@ -107,6 +111,8 @@ def _cached(kind: str, path: Path, compute: Callable[[], str]) -> str:
         return str(entry["sha256"])
 
     checksum = compute()
+    if not checksum:
+        return ""
     seconds_unchanged = time.time() - state.modified_ns / 1e9
     if _file_state(path) == state and seconds_unchanged > SETTLED:
         entry = {

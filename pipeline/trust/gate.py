@@ -365,7 +365,7 @@ def _check_target(
 ) -> None:
     """Check a target's name and Hydra keys and, if it reads files, its arguments.
 
-    `packages` are all packages of the config that are not trusted.
+    `packages` is what the whole config needs; see `trusted_names.packages_to_allow`.
     """
     target = node["_target_"]
     target_key = _join(key, "_target_")

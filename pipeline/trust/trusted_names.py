@@ -126,8 +126,8 @@ def check_name(
         target: the dotted name of the object to build.
         key: the dotted key of the target in the config.
         allowed: prefixes that the user trusts.
-        packages: all packages of the config that are not trusted, for the message;
-            empty if only that of the target is known.
+        packages: what the whole config needs, for the message; see
+            `packages_to_allow`. If it is empty, only the target's package is named.
 
     Raises:
         ConfigError: the target is not a plain dotted name, or is neither accepted by
